@@ -1,0 +1,35 @@
+"""[H] Environment that jax reads once, when it is imported; the user's own settings win."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+VIRTUAL_DEVICES = 8
+"""The most devices that one CPU is split into without being asked."""
+_COUNT = "--xla_force_host_platform_device_count"
+_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds"
+
+
+def xla_flags(environ: Mapping[str, str], devices: int) -> str:
+    """XLA_FLAGS for a run on `devices`: the user's, and what they leave open.
+
+    The count splits the CPU and means nothing to an accelerator. The timeout ends a process whose
+    collective waits for a partner that never comes.
+    """
+    given = environ.get("XLA_FLAGS", "")
+    ours = {_COUNT: min(devices, VIRTUAL_DEVICES), _TIMEOUT: 20}
+    missing = [f"{flag}={value}" for flag, value in ours.items() if flag not in given]
+    return " ".join([*given.split(), *missing])
+
+
+def prepare(devices: int) -> None:
+    """Sets XLA_FLAGS; without effect, and therefore not done, once jax is imported."""
+    if "jax" not in sys.modules:
+        os.environ["XLA_FLAGS"] = xla_flags(os.environ, devices)
+
+
+def available_devices() -> int:
+    """Devices of the default backend; imports jax and starts the backend."""
+    import jax
+
+    return jax.device_count()

@@ -1,0 +1,76 @@
+"""[H] The supervised start: a few steps on scripted demonstrations, before RL."""
+
+import asyncio
+
+import jax
+import numpy as np
+
+from launch import build
+from launch.terminal import Reporter
+from rl_jax import rng
+from rl_jax.arrays import Tree
+from rl_jax.config.run import RunConfig
+from rl_jax.dispatch import Dispatcher
+from rl_jax.gateway.renderer import Renderer
+from rl_jax.losses import recipes
+from rl_jax.model import Model
+from rl_jax.tasks.base import TaskFamily
+from rl_jax.trainer.batches import batch_shape, build_batch
+from rl_jax.trainer.state import adam
+from rl_jax.trajectories.types import NOT_SAMPLED, RolloutKey, Status, Trajectory
+
+POOL = 4096
+"""Demonstrations that are made; every step draws from them."""
+
+
+async def warm_start(
+    config: RunConfig,
+    model: Model,
+    params: Tree,
+    family: TaskFamily,
+    renderer: Renderer,
+    dispatcher: Dispatcher,
+    reporter: Reporter,
+) -> Tree:
+    """`config.warm_start.steps` supervised steps from `params`, which are consumed.
+
+    Seeded by the run's seed alone.
+    """
+    own = config.warm_start
+    if not own.steps:
+        return params
+    reporter.phase("warm start", own.steps)
+    count = min(POOL, len(family.train), own.steps * own.trajectories)
+    demonstrations = [demonstration(family, renderer, index) for index in range(count)]
+    longest = max(len(d.tokens) for d in demonstrations)
+    shape = batch_shape(
+        own.trajectories, longest, config.trainer.rows_per_microbatch, config.trainer.row_length
+    )
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    loss, optimizer = recipes.supervised(), adam(own.learning_rate, warmup_steps=10)
+    program = await asyncio.to_thread(build.compile_step, model, loss, optimizer, mesh, shape)
+    state = program.init(params)
+    draws = rng.host(config.seed, rng.Purpose.WARM_START)
+    for step in range(1, own.steps + 1):
+        chosen = [demonstrations[i] for i in draws.integers(count, size=own.trajectories)]
+        nothing = [np.zeros(len(d.tokens), np.float32) for d in chosen]
+        batch, _ = build_batch(chosen, nothing, loss.reduction, 0, shape)
+        state, report = await dispatcher.run(program.step, state, batch)
+        reporter.progress(step, loss=float(report.loss))
+    return state.params["policy"]
+
+
+def demonstration(family: TaskFamily, renderer: Renderer, index: int) -> Trajectory:
+    """The demonstration for training prompt `index` as the trajectory a rollout would have left."""
+    tokens, mask = renderer.tokenize(family.demonstration(index))
+    return Trajectory(
+        key=RolloutKey(f"{family.train.name}-demonstration", index, 0),
+        tokens=tokens,
+        loss_mask=mask,
+        behavior_logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.where(mask, 0, NOT_SAMPLED).astype(np.int32),
+        segments=(),
+        temperature=1.0,
+        reward=1.0,
+        status=Status.COMPLETED,
+    )

@@ -1,0 +1,122 @@
+"""[P] Kimi delta attention as a layer: short convolutions, bounded decay gate, gated output norm.
+
+Equations: arXiv 2510.26692, sec. 3 and 4; the bounded gate is that of arXiv 2607.24653.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Bool, Float
+
+from models.layers.context import Rows, Step
+from models.layers.norm import RMSNorm, l2_normalise
+from models.layers.parameters import matrix, parameter
+from rl_jax.arrays import Array
+from rl_jax.kernels.kda import api as kda
+from rl_jax.kernels.short_conv import api as conv
+from rl_jax.model import StateCache
+
+DECAY_RANGE = (1e-3, 0.3)
+"""-log decay of a token at initialisation, log-uniform over channels."""
+
+
+class HeadGate(nnx.Module):
+    """x -> [heads, head_dim], through `rank` numbers or, where rank is None, directly."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, rank: int | None, rngs: nnx.Rngs):
+        if rank is not None:
+            self.down = matrix(rngs, (width, rank), ("embed", None), width)
+        fan_in, axis = (width, "embed") if rank is None else (rank, None)
+        self.up = matrix(rngs, (fan_in, heads, head_dim), (axis, "heads", None), fan_in)
+        self.low_rank = rank is not None
+
+    def __call__(self, x: Float[Array, "R L D"]) -> Float[Array, "R L H K"]:
+        x = jnp.dot(x, self.down[...]) if self.low_rank else x
+        return jnp.einsum("rld,dhk->rlhk", x, self.up[...])
+
+
+class KimiDeltaAttention(nnx.Module):
+    """One KDA layer of `heads` heads with key and value width `head_dim`."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_dim: int,
+        taps: int,
+        gate_rank: int | None,
+        lower_bound: float,
+        eps: float,
+        out_gain: float,
+        rngs: nnx.Rngs,
+    ):
+        per_head = ("heads", None)
+        self.qkv = matrix(rngs, (width, 3, heads, head_dim), ("embed", None, *per_head), width)
+        self.conv = matrix(rngs, (taps, 3, heads, head_dim), (None, None, *per_head), taps)
+        self.decay = HeadGate(width, heads, head_dim, gate_rank, rngs)
+        low, high = jnp.log(jnp.array(DECAY_RANGE))
+        rate = jnp.exp(jax.random.uniform(rngs.params(), (heads, head_dim), minval=low, maxval=high))
+        self.decay_bias = parameter(jnp.log(rate / (-lower_bound - rate)), per_head)
+        self.decay_rate_log = parameter(jnp.zeros(heads), ("heads",))
+        self.beta = matrix(rngs, (width, heads), ("embed", "heads"), width)
+        self.gate = HeadGate(width, heads, head_dim, gate_rank, rngs)
+        self.norm = RMSNorm(head_dim, eps)
+        self.out = matrix(
+            rngs, (heads, head_dim, width), (*per_head, "embed"), heads * head_dim, out_gain
+        )
+        self.lower_bound = lower_bound
+
+    @staticmethod
+    def cache(heads: int, head_dim: int, taps: int) -> StateCache:
+        """What a sequence keeps of this layer; a head's tail channels are q | k | v."""
+        return StateCache(heads, (head_dim, head_dim), (taps - 1, 3 * head_dim))
+
+    def forward(self, x: Float[Array, "R L D"], rows: Rows) -> Float[Array, "R L D"]:
+        mixed = conv.short_conv(self._project(x), self.conv[...], segments=rows.segments)
+        operands = self._operands(x, mixed, rows.segments >= 0)
+        out, _ = kda.chunked(*operands, reset=rows.reset)
+        return self._finish(x, out)
+
+    def extend(
+        self, x: Float[Array, "R n D"], step: Step, pool: Array, layer: int
+    ) -> tuple[Float[Array, "R n D"], Array]:
+        state, tail = (step.fresh(a) for a in step.io.read_state(pool, step.pages, layer))
+        inputs, before = self._project(x), _from_tail(tail)
+        mixed = conv.short_conv(inputs, self.conv[...], before)
+        operands = self._operands(x, mixed, step.valid(x.shape[1]))
+        if x.shape[1] == 1:
+            out, state = kda.recurrent_step(*(a[:, 0] for a in operands), state)
+            out = out[:, None]
+        else:
+            out, state = kda.chunked(*operands, state)
+        tail = _to_tail(conv.next_tail(inputs, before, step.n_valid))
+        pool = step.io.write_state(pool, step.pages, layer, step.n_valid, state, tail)
+        return self._finish(x, out), pool
+
+    def _project(self, x: Array) -> Float[Array, "R L 3 H K"]:
+        return jnp.einsum("rld,dchk->rlchk", x, self.qkv[...])
+
+    def _operands(self, x: Array, mixed: Array, valid: Bool[Array, "R L"]) -> tuple[Array, ...]:
+        """(q, k, v, g, beta); padding neither decays nor writes the state."""
+        q, k, v = mixed[:, :, 0], mixed[:, :, 1], mixed[:, :, 2]
+        g = kda.bounded_gate(
+            self.decay(x), self.decay_rate_log[...], self.decay_bias[...], self.lower_bound
+        )
+        beta = jax.nn.sigmoid(jnp.dot(x, self.beta[...]))
+        keep = valid[..., None]
+        k, v, g = (jnp.where(keep[..., None], a, 0.0) for a in (l2_normalise(k), v, g))
+        return l2_normalise(q), k, v, g, jnp.where(keep, beta, 0.0)
+
+    def _finish(self, x: Array, out: Array) -> Float[Array, "R L D"]:
+        gated = jax.nn.sigmoid(self.gate(x)) * self.norm(out)
+        return jnp.einsum("rlhk,hkd->rld", gated, self.out[...])
+
+
+def _from_tail(tail: Float[Array, "R H taps ch"]) -> Float[Array, "R taps 3 H K"]:
+    rows, heads, taps, channels = tail.shape
+    return tail.reshape(rows, heads, taps, 3, channels // 3).transpose(0, 2, 3, 1, 4)
+
+
+def _to_tail(inputs: Float[Array, "R taps 3 H K"]) -> Float[Array, "R H taps ch"]:
+    rows, taps, _, heads, width = inputs.shape
+    return inputs.transpose(0, 3, 1, 2, 4).reshape(rows, heads, taps, 3 * width)

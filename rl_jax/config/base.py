@@ -1,0 +1,135 @@
+"""[N] The error a user meets, the strict model every section derives from, and errors as one line.
+
+Knows nothing of any section: the words for what a key needs are read off the model's annotations.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+
+
+class UserError(ValueError):
+    """A mistake of the user's, told in one line that names the thing and what would be right."""
+
+
+class Section(BaseModel):
+    """A frozen table of the configuration; unknown keys, loose types, inf and nan are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+_TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+_BOUND_WORDS = {
+    "ge": "at least",
+    "gt": "above",
+    "le": "at most",
+    "lt": "below",
+    "multiple_of": "a multiple of",
+    "pattern": "matching",
+}
+
+
+def requirement(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """What a value of this annotation must be, in words: "an integer, at least 1"."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        more = [m for a in args[1:] for m in (a.metadata if isinstance(a, FieldInfo) else [a])]
+        return requirement(args[0], [*metadata, *more])
+    if origin is Literal:
+        return " or ".join(json.dumps(choice) for choice in args)
+    if origin in (Union, UnionType):
+        inner = next(a for a in args if a is not NoneType)
+        return requirement(inner, metadata) + ", or leave the key out"
+    if origin is tuple:
+        least = next((m.min_length for m in metadata if getattr(m, "min_length", None)), 0)
+        return f"a list of at least {least}, each {requirement(args[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "a table with the keys " + ", ".join(annotation.model_fields)
+    bounds = [
+        f"{words} {getattr(m, name)}"
+        for m in metadata
+        for name, words in _BOUND_WORDS.items()
+        if getattr(m, name, None) is not None
+    ]
+    return ", ".join([_TYPE_WORDS[annotation], *bounds])
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of `model`, tables included, in the order they are declared."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from keys(inner, f"{prefix}{name}.")
+
+
+def dotted(location: Iterable[str | int]) -> str:
+    """("model", "layers", 1) -> "model.layers[1]"."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.lstrip(".")
+
+
+def toml_value(value: Any) -> str:
+    """`value` as TOML writes it; a table is abbreviated, other foreign values are `str(value)`."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return "{...}" if isinstance(value, dict) else str(value)
+
+
+def _nearest(key: str, model: type[BaseModel]) -> str:
+    """How the sentence about the unknown `key` ends: the key meant, or those there are."""
+    known = list(keys(model))
+    section, _, leaf = key.rpartition(".")
+    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
+    elsewhere = {k.rpartition(".")[2]: k for k in known}
+    near = get_close_matches(leaf, siblings, n=1)
+    near = near or get_close_matches(leaf, elsewhere, n=1, cutoff=0.8)
+    if near:
+        return f"did you mean {siblings.get(near[0], elsewhere[near[0]])}?"
+    return f"{f'[{section}]' if section else 'the top level'} has {', '.join(siblings)}"
+
+
+def _field(location: Iterable[str | int], model: type[BaseModel]) -> FieldInfo:
+    """The field that `location` is or, for an entry of a list, is in."""
+    field = None
+    for part in location:
+        if not isinstance(part, str) or part not in model.model_fields:
+            break
+        field = model.model_fields[part]
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+    assert field is not None, "pydantic locates every error at or below a field"
+    return field
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
+    """(dotted key, one sentence) for the first mistake in `error`; unknown keys come first, as they
+    often explain the rest. The key is "" where the mistake is between several keys."""
+    found = error.errors()
+    first = min(found, key=lambda e: e["type"] != "extra_forbidden")
+    key, given = dotted(first["loc"]), toml_value(first["input"])
+    more = f" ({len(found) - 1} more wrong)" if len(found) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        return key, f"unknown key {key}; {_nearest(key, model)}{more}"
+    if first["type"] == "value_error":
+        said = str(first.get("ctx", {}).get("error", first["msg"]))
+        return key, (f"{key} = {given}: {said}" if key else said) + more
+    field = _field(first["loc"], model)
+    if get_origin(field.annotation) is tuple and isinstance(first["loc"][-1], int):
+        need = requirement(get_args(field.annotation)[0])
+    else:
+        need = requirement(field.annotation, field.metadata)
+    if first["type"] == "missing":
+        return key, f"{key} is missing: needs {need}{more}"
+    return key, f"{key} = {given}: needs {need}{more}"

@@ -1,0 +1,96 @@
+"""[H] From a TOML file and `key=value` overrides to a `RunConfig`, and back to TOML text."""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rl_jax.config.base import UserError, explain, toml_value
+from rl_jax.config.run import RunConfig
+
+_BARE_WORD = re.compile(r"[A-Za-z_./][\w./:-]*")
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in `path` with each override `a.b=value` applied, later ones winning.
+
+    Raises UserError, in one line, for anything wrong with the file, an override or a value.
+    """
+    table = _read(path)
+    set_here = [_override(table, text) for text in overrides]
+    try:
+        config = RunConfig.model_validate(table)
+    except ValidationError as error:
+        key, sentence = explain(error, RunConfig)
+        both = f"{path} with --set" if overrides else path
+        source = "--set" if key.partition("[")[0] in set_here else both
+        raise UserError(f"{source}: {sentence}") from None
+    _check_task_file(config.task.name)
+    return config
+
+
+def resolved(config: RunConfig) -> str:
+    """TOML text with every value of `config`, defaults included; `load` reads it back equal."""
+    return "\n".join(_lines(config.model_dump(), "")).strip() + "\n"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give the path of a TOML configuration") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text at byte {error.start}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def _override(table: dict[str, Any], text: str) -> str:
+    """Puts one override into `table` and returns its key."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise UserError(f"--set {text}: needs section.key=value, as in staleness.tau=2")
+    *sections, leaf = key.split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {text}: {section} is a value and has no keys of its own")
+    table[leaf] = _parse(value.strip(), text)
+    return key
+
+
+def _parse(value: str, text: str) -> Any:
+    """`value` read as TOML; a bare word, whose quotes a shell has eaten, is a string."""
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        parsed = {"value": value} if _BARE_WORD.fullmatch(value) else {}
+    if parsed.keys() != {"value"}:
+        raise UserError(
+            f'--set {text}: the value is not TOML; write 3, 0.5, true, "text" or [1, 2]'
+        )
+    return parsed["value"]
+
+
+def _check_task_file(name: str) -> None:
+    file = Path(name.rpartition(":")[0])
+    if file.suffix == ".py" and not file.is_file():
+        raise UserError(f"task.name = {toml_value(name)}: there is no file {file}")
+
+
+def _lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """TOML of `table`: its values first, then its tables; an absent value has no line."""
+    for key, value in table.items():
+        if value is not None and not isinstance(value, Mapping):
+            yield f"{key} = {toml_value(value)}"
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            if any(not isinstance(v, Mapping) for v in value.values()):
+                yield f"\n[{prefix}{key}]"
+            yield from _lines(value, f"{prefix}{key}.")

@@ -1,0 +1,277 @@
+"""[N] What one run is made of: the sections of its TOML file, their defaults and their limits.
+
+Limits of one key stand at the key, those between keys in `RunConfig`. What only the machine can
+tell is checked later: devices by `check_devices`, files by `load`, imports by the launcher.
+"""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from rl_jax.config.base import Section, UserError
+
+CHUNK = 64
+"""`rl_jax.arrays.CHUNK`, repeated because a configuration is read without jax."""
+
+TASKS = ("lookup",)
+"""The tasks that a bare name means."""
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+OpenUnit = Annotated[float, Field(gt=0, lt=1)]
+Chunked = Annotated[int, Field(ge=CHUNK, multiple_of=CHUNK)]
+Buckets = Annotated[tuple[Count, ...], Field(strict=False, min_length=1)]
+Layers = Annotated[tuple[Literal["kda", "mla"], ...], Field(strict=False, min_length=1)]
+
+
+def _task(value: str) -> str:
+    if value in TASKS or re.fullmatch(r"[^:]+\.py:\w+|\w+(\.\w+)*:\w+", value):
+        return value
+    raise ValueError(
+        f"no such task; there is {', '.join(TASKS)}, and your own as path/to/file.py:name or "
+        "package.module:name"
+    )
+
+
+class Task(Section):
+    """What the agent is trained on."""
+
+    name: Annotated[str, AfterValidator(_task)] = "lookup"
+    hops_min: Count = 1
+    hops_max: Count = 6
+    heldout: Count = 256
+    """Questions kept out of training."""
+    tool_latency_median_s: NonNegative = 0.02
+    """Lognormal, p99 = 10 x median."""
+
+
+class Model(Section):
+    """The policy; `layers` names the token mixer of each layer, first to last."""
+
+    family: Literal["kimi_linear"] = "kimi_linear"
+    width: Count = 128
+    layers: Layers = ("kda", "kda", "kda", "mla")
+    heads: Count = 4
+    head_dim: Count = 32
+    ffn: Count = 256
+    kv_latent: Count = 32
+    kv_shared_key: Count = 16
+
+
+class MeshShape(Section):
+    """One program's devices: `data` x `tensor`."""
+
+    data: Count = 1
+    tensor: Count = 1
+
+    @property
+    def size(self) -> int:
+        return self.data * self.tensor
+
+
+class Mesh(Section):
+    """Trainer and sampler stand on devices of their own."""
+
+    trainer: MeshShape = MeshShape()
+    sampler: MeshShape = MeshShape()
+
+
+class WarmStart(Section):
+    """Supervised steps on demonstrations before RL; 0 steps leave it out."""
+
+    steps: Annotated[int, Field(ge=0)] = 150
+    trajectories: Count = 128
+    """Per step."""
+    learning_rate: NonNegative = 2e-3
+    patience: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the long questions that the demonstrator follows to their end; 1: a perfect one."""
+
+
+class Trainer(Section):
+    """An update trains `groups` x `group_size` trajectories; every `push_every` updates push."""
+
+    updates: Annotated[int, Field(ge=0)] = 60
+    groups: Count = 16
+    group_size: Annotated[int, Field(ge=2)] = 8
+    push_every: Count = 4
+    learning_rate: NonNegative = 1e-4
+    reset_at_push: bool = True
+    """Re-initialise Adam's moments and their bias-correction count at every push."""
+    max_grad_norm: Positive = 1.0
+    adam_b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_b2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    adam_eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    lr_warmup_updates: Annotated[int, Field(ge=0)] = 0
+    row_length: Chunked = 256
+    rows_per_microbatch: Count = 16
+
+
+class Loss(Section):
+    """DIS: a token trains while its ratio is inside the open band (1 - eps_low, 1 + eps_high)."""
+
+    recipe: Literal["dis"] = "dis"
+    eps_low: OpenUnit = 0.3
+    eps_high: Positive = 5.0
+
+
+class Advantage(Section):
+    """Reward minus the group's mean, `standardised`: divided by the group's deviation too."""
+
+    name: Literal["standardised", "group_mean"] = "standardised"
+
+
+class Staleness(Section):
+    """A group whose oldest token lags more than `tau` pushes is not trained on."""
+
+    tau: Count = 4
+    when_stale: Literal["drop", "wait"] = "drop"
+    wait_deadline_s: Positive = 60.0
+
+
+class Sampler(Section):
+    """The decode batch, the prefill buckets and the pages of the sampler."""
+
+    slots: Count = 64
+    """Requests that decode at once."""
+    prefill_rows: Count = 16
+    prefill_tokens: Buckets = (16, 64)
+    """Compiled prefill lengths, ascending."""
+    max_context: Chunked = 128
+    on_push: Literal["recompute", "drain"] = "recompute"
+    sessions: Count = 384
+    """Sequences that hold pages at once."""
+
+    @field_validator("prefill_tokens")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if list(value) != sorted(set(value)):
+            raise ValueError("must ascend, each length once")
+        return value
+
+
+class Rollout(Section):
+    """The agents that run at once, and the limits of each."""
+
+    in_flight: Count = 256
+    temperature: Positive = 1.0
+    top_p: float = 1.0
+    max_new_tokens: Count = 12
+    """Per turn."""
+    max_turns: Count = 10
+    tool_deadline_s: Positive = 5.0
+    ahead: NonNegative = 2.0
+    """Batches that may be finished or under way before the trainer asks for them."""
+
+    @field_validator("top_p")
+    @classmethod
+    def _whole_distribution(cls, value: float) -> float:
+        if value != 1.0:
+            raise ValueError(
+                "must be 1.0: training requests take temperature only, since top-p divides every "
+                "probability by the mass it keeps and biases the importance ratio by that factor"
+            )
+        return value
+
+
+class Evaluation(Section):
+    """Greedy, on held-out questions, before the first and after the last update."""
+
+    questions: Count = 256
+
+
+class Deadlines(Section):
+    """How long a wait may take before it is a failure; a step's includes its compilation."""
+
+    queue_get_s: Positive = 300.0
+    put_s: Positive = 300.0
+    step_s: Positive = 300.0
+
+
+class Control(Section):
+    """Control runs: rewards `shuffled` within each batch must teach nothing."""
+
+    rewards: Literal["true", "shuffled"] = "true"
+
+
+class RunConfig(Section):
+    """One run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    seed: Annotated[int, Field(ge=0)] = 0
+    task: Task = Task()
+    model: Model = Model()
+    mesh: Mesh = Mesh()
+    warm_start: WarmStart = WarmStart()
+    trainer: Trainer = Trainer()
+    loss: Loss = Loss()
+    advantage: Advantage = Advantage()
+    staleness: Staleness = Staleness()
+    sampler: Sampler = Sampler()
+    rollout: Rollout = Rollout()
+    evaluation: Evaluation = Evaluation()
+    deadlines: Deadlines = Deadlines()
+    control: Control = Control()
+
+    @property
+    def devices_needed(self) -> int:
+        return self.mesh.trainer.size + self.mesh.sampler.size
+
+    @model_validator(mode="after")
+    def _limits(self) -> "RunConfig":
+        task, trainer, sampler, rollout = self.task, self.trainer, self.sampler, self.rollout
+        for key, value, limit_key, limit in (
+            ("task.hops_min", task.hops_min, "task.hops_max", task.hops_max),
+            ("evaluation.questions", self.evaluation.questions, "task.heldout", task.heldout),
+            ("sampler.max_context", sampler.max_context, "trainer.row_length", trainer.row_length),
+            (
+                "rollout.max_new_tokens", rollout.max_new_tokens,
+                "sampler.max_context", sampler.max_context,
+            ),
+            ("rollout.in_flight", rollout.in_flight, "sampler.sessions", sampler.sessions),
+            ("sampler.slots", sampler.slots, "sampler.sessions", sampler.sessions),
+        ):  # fmt: skip
+            if value > limit:
+                raise ValueError(f"{key} = {value}: needs at most {limit_key} = {limit}")
+        fresh = self.staleness.tau * trainer.push_every
+        if rollout.ahead > fresh:
+            raise ValueError(
+                f"rollout.ahead = {rollout.ahead}: needs at most staleness.tau x "
+                f"trainer.push_every = {fresh}, or batches are stale before they are trained on"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shards(self) -> "RunConfig":
+        trainer, sampler = self.mesh.trainer, self.mesh.sampler
+        for key, value, whole_key, whole in (
+            ("trainer.tensor", trainer.tensor, "model.heads", self.model.heads),
+            ("trainer.tensor", trainer.tensor, "model.ffn", self.model.ffn),
+            ("sampler.tensor", sampler.tensor, "model.heads", self.model.heads),
+            ("sampler.tensor", sampler.tensor, "model.ffn", self.model.ffn),
+            (
+                "trainer.data", trainer.data,
+                "trainer.rows_per_microbatch", self.trainer.rows_per_microbatch,
+            ),
+            ("sampler.data", sampler.data, "sampler.slots", self.sampler.slots),
+            ("sampler.data", sampler.data, "sampler.prefill_rows", self.sampler.prefill_rows),
+        ):  # fmt: skip
+            if whole % value:
+                raise ValueError(f"mesh.{key} = {value}: needs a divisor of {whole_key} = {whole}")
+        return self
+
+
+def check_devices(config: RunConfig, available: int) -> None:
+    """Raises UserError where the two meshes together exceed the `available` devices."""
+    trainer, sampler = config.mesh.trainer, config.mesh.sampler
+    if config.devices_needed <= available:
+        return
+    key, other = ("trainer", "sampler") if trainer.size > sampler.size else ("sampler", "trainer")
+    own, taken = getattr(config.mesh, key), getattr(config.mesh, other).size
+    raise UserError(
+        f"mesh.{key} needs {own.size} devices (data {own.data} x tensor {own.tensor}) besides the "
+        f"{taken} of mesh.{other}, {available} available: make mesh.{key}.data x mesh.{key}.tensor "
+        f"at most {max(available - taken, 1)}"
+    )

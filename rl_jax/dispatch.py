@@ -1,0 +1,89 @@
+"""[H] One `Dispatcher` per mesh: the only place from which a mesh's programs are launched.
+
+Two undrained sharded programs in one CPU process can deadlock in the rendezvous of their collectives,
+so a mesh has a bounded number of executions in flight, launched in order by one thread. The event
+loop never blocks: it awaits.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+T = TypeVar("T")
+
+
+class Interval(NamedTuple):
+    """A span of `time.perf_counter` seconds in which the mesh was executing."""
+
+    start: float
+    end: float
+
+
+class Dispatcher:
+    """Launches programs of one mesh in order, at most `depth` in flight."""
+
+    def __init__(self, name: str, depth: int = 2) -> None:
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        self.name = name
+        self.busy: list[Interval] = []
+        """Spans of execution, merged where they touch; grows by one entry per program at most."""
+        self._depth = depth
+        self._in_flight: deque[tuple[float, Any]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"dispatch-{name}")
+
+    async def launch(self, program: Callable[..., T], *args: Any) -> T:
+        """Launches `program(*args)`; returns its outputs once launched, perhaps not yet computed."""
+        return await self._submit(self._launch, program, args)
+
+    async def run(self, program: Callable[..., T], *args: Any) -> T:
+        """Launches `program(*args)` and returns its outputs when everything in flight is done."""
+        return await self._submit(self._run, program, args)
+
+    async def drain(self) -> None:
+        """Returns when nothing is in flight."""
+        await self._submit(self._drain)
+
+    def close(self) -> None:
+        """Waits for what is in flight and ends the thread."""
+        self._thread.submit(self._drain).result()
+        self._thread.shutdown()
+
+    async def _submit(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _launch(self, program: Callable[..., T], args: tuple[Any, ...]) -> T:
+        while len(self._in_flight) >= self._depth:
+            self._finish_oldest()
+        start = time.perf_counter()
+        outputs = program(*args)
+        self._in_flight.append((start, outputs))
+        return outputs
+
+    def _run(self, program: Callable[..., T], args: tuple[Any, ...]) -> T:
+        outputs = self._launch(program, args)
+        self._drain()
+        return outputs
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        start, outputs = self._in_flight.popleft()
+        live = [leaf for leaf in jax.tree.leaves(outputs) if not _deleted(leaf)]
+        jax.block_until_ready(live)
+        end = time.perf_counter()
+        if self.busy and start <= self.busy[-1].end:
+            start = self.busy.pop().start
+        self.busy.append(Interval(start, end))
+
+
+def _deleted(leaf: Any) -> bool:
+    """Outputs that a later program took as donated are computed when that program is."""
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()

@@ -1,0 +1,54 @@
+"""[P] Importance ratios and what may be done to them before they weigh a term."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from rl_jax.losses.types import LossTransform, Metrics, Scores, Terms, stateless
+from rl_jax.metrics.states import Mean
+
+
+def current_over_behavior() -> LossTransform:
+    """Token ratio d = pi_current / pi_behavior, detached, as the factor of the surrogate.
+
+    The denominator is the recorded log-probability, whatever happened to the cache since.
+    """
+
+    def apply(scores: Scores, terms: Terms) -> tuple[Terms, Metrics]:
+        log_ratio = jax.lax.stop_gradient(scores.current - scores.behavior)
+        log_ratio = jnp.where(scores.mask, log_ratio, 0.0)
+        sampled = scores.mask.astype(jnp.float32)
+        metrics = {
+            "ratio/mean": Mean.of(jnp.exp(log_ratio), sampled),
+            "ratio/log_abs": Mean.of(jnp.abs(log_ratio), sampled),
+        }
+        return terms._replace(log_ratio=log_ratio, factor=jnp.exp(log_ratio)), metrics
+
+    return stateless(apply)
+
+
+def two_sided_mask(eps_low: float, eps_high: float) -> LossTransform:
+    """Keeps the factor where 1 - eps_low < ratio < 1 + eps_high (open band), 0 elsewhere.
+
+    Masked tokens get zero gradient and stay in the denominator of the reduction. The test is in log
+    space, and `where` replaces the factor, so an infinite ratio never meets a zero.
+    Source: double-sided importance sampling, GLM-5 (arXiv 2602.15763) sec. 4.1.
+    """
+    if not 0.0 < eps_low < 1.0:
+        raise ValueError(f"two_sided_mask: eps_low must lie in (0, 1), got {eps_low}")
+    if not eps_high > 0.0:
+        raise ValueError(f"two_sided_mask: eps_high must be positive, got {eps_high}")
+    low, high = math.log1p(-eps_low), math.log1p(eps_high)
+
+    def apply(scores: Scores, terms: Terms) -> tuple[Terms, Metrics]:
+        below, above = terms.log_ratio <= low, terms.log_ratio >= high
+        factor = jnp.where(below | above, 0.0, terms.factor)
+        sampled = scores.mask.astype(jnp.float32)
+        metrics = {
+            "mask/below": Mean.of(below.astype(jnp.float32), sampled),
+            "mask/above": Mean.of(above.astype(jnp.float32), sampled),
+        }
+        return terms._replace(factor=factor), metrics
+
+    return stateless(apply)

@@ -1,0 +1,78 @@
+"""[P] What a program knows of a model: pure functions over a parameter pytree.
+
+`rl_jax` never imports `models`; programs receive a `Model`. A cache is described by `CacheSpec` and
+touched only through the four functions of `CacheIO`, so a model does not know what a page is.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rl_jax.arrays import Array, Tree
+
+
+class TokenCache(NamedTuple):
+    """One layer that keeps `width` float32 numbers per token (MLA: the normed latent)."""
+
+    width: int
+
+
+class StateCache(NamedTuple):
+    """One layer that keeps, per sequence and head, a recurrent state and a convolution tail.
+
+    `state` is float32[key, value]; `tail` is float32[taps, channels]: the last `taps` inputs of the
+    short convolution that belong to this head, oldest first. Whole heads, so a shard over heads is a
+    set of pages.
+    """
+
+    heads: int
+    state: tuple[int, int]
+    tail: tuple[int, int]
+
+
+class CacheSpec(NamedTuple):
+    """What a sequence keeps, per layer of each kind, in layer order."""
+
+    tokens: tuple[TokenCache, ...]
+    states: tuple[StateCache, ...]
+
+
+class CacheIO(NamedTuple):
+    """The only way to the pool. `pages` is the opaque page table of the R requests.
+
+    Layers are numbered within their kind: `layer` 0 is the first entry of `CacheSpec.tokens`
+    (`read_tokens`, `write_tokens`) or of `CacheSpec.states` (`read_state`, `write_state`).
+    """
+
+    read_tokens: Callable[[Array, Any, int], Array]
+    """(pool, pages, layer) -> float32[R, S, width], S = the longest context; rows past what was
+    written hold garbage that the caller masks."""
+    write_tokens: Callable[[Array, Any, int, Array, Array, Array], Array]
+    """(pool, pages, layer, positions[R], n_valid[R], values[R, n, width]) -> pool."""
+    read_state: Callable[[Array, Any, int], tuple[Array, Array]]
+    """(pool, pages, layer) -> (state[R, H, K, V], tail[R, H, taps, channels]); garbage for a
+    request at position 0, which the caller replaces by zeros with `where`."""
+    write_state: Callable[[Array, Any, int, Array, Array, Array], Array]
+    """(pool, pages, layer, n_valid[R], state[R, H, K, V], tail[R, H, taps, channels]) -> pool;
+    rows with n_valid 0 keep what they had."""
+
+
+class Model(NamedTuple):
+    """A policy as pure functions; `params` is a pytree with the structure of `init(key)`."""
+
+    init: Callable[[Array], Tree]
+    """(key) -> params."""
+    axes: Callable[[], Tree]
+    """() -> the tree of params with, in place of each leaf, a tuple of logical axis names or None."""
+    forward: Callable[[Tree, Array, Array, Array], Array]
+    """(params, tokens[R, L], positions[R, L], segment_ids[R, L]) -> hidden[R, L, D] on packed rows:
+    trajectories start at multiples of 64, padding has segment -1, positions count within the
+    trajectory."""
+    cache_spec: CacheSpec
+    extend: Callable[[Tree, Array, Array, Array, Any, Array, CacheIO], tuple[Array, Array]]
+    """(params, tokens[R, n], n_valid[R], positions[R], pages, pool, io) -> (hidden[R, n, D], pool).
+    `positions[R]` is the position of the first of the n tokens. n = 1 is decode; any n is prefill,
+    cut equal to training where `positions` is a multiple of 64."""
+    head: Callable[[Tree, Array, Array, int], Array]
+    """(params, hidden[..., D], start, size) -> float32 logits[..., size] of the vocabulary slice
+    [start, start + size); `start` may be traced, `size` is static and divides the vocabulary."""
+    vocab_size: int

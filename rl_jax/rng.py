@@ -1,0 +1,58 @@
+"""[P] Random keys: every draw follows from (run seed, purpose, stream, position) and nothing else.
+
+The policy version is never part of a key: the same request under other weights consumes the same
+uniforms. threefry2x32, partitionable (jax's default), pinned by golden values in the tests.
+"""
+
+import hashlib
+from enum import IntEnum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+
+class Purpose(IntEnum):
+    """What a draw is for. Values are part of the record of a run: append, never renumber."""
+
+    INIT = 0
+    SAMPLE = 1
+    WARM_START = 2
+    SHUFFLE = 3
+    PROMPTS = 4
+    TOOLS = 5
+
+
+def stream(key: tuple[str, int, int, int], ordinal: int) -> tuple[int, int]:
+    """The stream of a rollout's `ordinal`-th request, as two uint32 (high, low).
+
+    `key` is the rollout's (task, prompt, sample, attempt), a `RolloutKey`.
+    A group member differs by sample, a retry by attempt, a repeated request or branch by ordinal.
+    """
+    text = "\x1f".join(map(str, (*key, ordinal)))
+    word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return word >> 32, word & 0xFFFFFFFF
+
+
+def base(seed: int, purpose: Purpose) -> jax.Array:
+    """The typed key of a purpose."""
+    return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), purpose)
+
+
+def uniforms(
+    key: jax.Array, streams: UInt32[Array, "R 2"], positions: Int[Array, " R"]
+) -> Float[Array, " R"]:
+    """One uniform in [0, 1) per request, at the absolute index in its token log it is drawn for."""
+
+    def one(words: jax.Array, position: jax.Array) -> jax.Array:
+        folded = jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1])
+        return jax.random.uniform(jax.random.fold_in(folded, position), (), jnp.float32)
+
+    return jax.vmap(one)(streams, positions)
+
+
+def host(seed: int, purpose: Purpose, *words: int) -> np.random.Generator:
+    """A host generator (Philox) for draws that never reach a device."""
+    entropy = np.random.SeedSequence([seed, int(purpose), *words])
+    return np.random.Generator(np.random.Philox(entropy))

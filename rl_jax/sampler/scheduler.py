@@ -1,0 +1,136 @@
+"""[N] Sequences and which of them the next step advances. No device, no clock, no thread.
+
+A sequence's log is what has been appended and sampled; the first `cached` tokens of it are in the
+pool. One uncached token is a decode, more are a prefill.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rl_jax.arrays import CHUNK
+from rl_jax.gateway.protocol import Completion, Finish, Request
+from rl_jax.sampler.page_table import PageRow
+from rl_jax.trajectories.types import Origin, RolloutKey, Segment
+
+
+@dataclass
+class Running:
+    """A request under way and what it has sampled so far."""
+
+    request: Request
+    stream: tuple[int, int]
+    started: bool = False
+    """A step has computed something of it; a drain waits for it."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def completion(self, finish: Finish) -> Completion:
+        return Completion(
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            tuple(self.raw_logprobs),
+            tuple(self.versions),
+            finish,
+        )
+
+
+@dataclass
+class Sequence:
+    """One trajectory's cache and log."""
+
+    number: int
+    key: RolloutKey
+    row: PageRow
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0
+    recompute_until: int = 0
+    """Tokens before this index were cached once under older weights."""
+    segments: list[Segment] = field(default_factory=list)
+    requests: int = 0
+    running: Running | None = None
+    poisoned: bool = False
+
+    @property
+    def uncached(self) -> int:
+        return len(self.tokens) - self.cached
+
+    def invalidate(self) -> None:
+        """Forgets the cache (new weights): everything is computed again before the next token."""
+        self.recompute_until = max(self.recompute_until, self.cached)
+        self.cached = 0
+
+    def enter_cache(self, count: int, version: int, origin: Origin) -> None:
+        """The next `count` tokens of the log are in the cache now, computed by `version`."""
+        start, end = self.cached, self.cached + count
+        cut = min(max(start, self.recompute_until), end)
+        for a, b, how in ((start, cut, Origin.RECOMPUTE), (cut, end, origin)):
+            if a < b:
+                self._append(Segment(a, b, version, how))
+        self.cached = end
+
+    def _append(self, new: Segment) -> None:
+        last = self.segments[-1] if self.segments else None
+        if last and last.end == new.start and last[2:] == new[2:]:
+            self.segments[-1] = last._replace(end=new.end)
+        else:
+            self.segments.append(new)
+
+
+class Plan(NamedTuple):
+    """One step: `rows[i]` is advanced by `counts[i]` tokens in row i; None is an idle row."""
+
+    width: int
+    rows: list[Sequence | None]
+    counts: list[int]
+
+
+class Shapes(NamedTuple):
+    """The compiled shapes: decode is [slots, 1], prefill [prefill_rows, n] for each n."""
+
+    slots: int
+    prefill_rows: int
+    prefill_tokens: tuple[int, ...]
+    shards: int = 1
+
+
+def plan(sequences: Iterable[Sequence], shapes: Shapes, *, draining: bool = False) -> Plan | None:
+    """The next step for the sequences with a request, oldest first; None when there is nothing.
+
+    Prefill goes first while it can fill half its rows or the decode batch has room for what it
+    brings; otherwise decode. While draining only started requests advance.
+    """
+    ready = [s for s in sequences if s.running and (s.running.started or not draining)]
+    prefill = [s for s in ready if s.uncached > 1]
+    decode = [s for s in ready if s.uncached == 1]
+    if not prefill and not decode:
+        return None
+    fills = 2 * len(prefill) >= shapes.prefill_rows
+    if prefill and (fills or 2 * len(decode) < shapes.slots):
+        return _prefill(prefill, shapes)
+    return _rows(decode, shapes.slots, 1, shapes.shards)
+
+
+def _prefill(waiting: list[Sequence], shapes: Shapes) -> Plan:
+    """The smallest compiled length that takes all the oldest sequence needs, filled with others."""
+    largest = shapes.prefill_tokens[-1]
+    need = min(step_size(waiting[0], largest), largest)
+    width = next(n for n in shapes.prefill_tokens if n >= need)
+    fitting = [s for s in waiting if step_size(s, largest) <= width]
+    return _rows(fitting, shapes.prefill_rows, width, shapes.shards)
+
+
+def step_size(sequence: Sequence, width: int) -> int:
+    """Tokens to take next: never across a multiple of 64, so that cuts are where training cuts."""
+    return min(sequence.uncached, width, CHUNK - sequence.cached % CHUNK)
+
+
+def _rows(chosen: list[Sequence], rows: int, width: int, shards: int) -> Plan:
+    per_shard = rows // shards
+    table: list[Sequence | None] = []
+    for shard in range(shards):
+        own = [s for s in chosen if s.row.shard == shard][:per_shard]
+        table += own + [None] * (per_shard - len(own))
+    return Plan(width, table, [step_size(s, width) if s else 0 for s in table])

@@ -1,0 +1,43 @@
+"""[P] From logical axes to shardings: one table of rules per mesh."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rl_jax.arrays import Tree
+
+DATA, TENSOR = "data", "tensor"
+"""Mesh axes of both programs."""
+
+RULES: Mapping[str, str | None] = {
+    "vocab": TENSOR,
+    "heads": TENSOR,
+    "mlp": TENSOR,
+    "embed": None,
+    "latent": None,
+}
+"""Where each logical axis of a parameter goes; an axis that is not named is not cut."""
+
+
+def make_mesh(devices: Sequence[jax.Device], data: int, tensor: int) -> Mesh:
+    """A (data, tensor) mesh over the first data * tensor of `devices`."""
+    need = data * tensor
+    if len(devices) < need:
+        raise ValueError(f"a mesh of data {data} x tensor {tensor} needs {need} devices, got {len(devices)}")
+    return Mesh(np.asarray(devices[:need]).reshape(data, tensor), (DATA, TENSOR))
+
+
+def param_shardings(axes: Tree, mesh: Mesh, rules: Mapping[str, str | None] = RULES) -> Tree:
+    """The tree of NamedShardings for a tree of tuples of logical axis names."""
+
+    def one(names: tuple[str | None, ...]) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(rules.get(n) if n else None for n in names)))
+
+    return jax.tree.map(one, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of small things that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())

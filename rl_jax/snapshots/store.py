@@ -1,0 +1,171 @@
+"""[H] Snapshots on disk: weights and manifest first, commit marker next, pointer last.
+
+A version without its marker does not exist for any reader. FORMAT.md is the specification. Knows
+neither samplers nor the journal.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from rl_jax.arrays import Tree
+from rl_jax.snapshots.manifest import Manifest, describe, from_json, named_leaves, to_json
+from rl_jax.snapshots.policies import Keep
+
+MARKER = "COMMITTED"
+POINTER = "latest"
+MANIFEST = "manifest.json"
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class SnapshotStore:
+    """The directory `root`; it comes into being with the first `write`. Every method blocks."""
+
+    root: Path
+
+    def versions(self) -> tuple[int, ...]:
+        """The committed versions, ascending."""
+        found = self.root.iterdir() if self.root.is_dir() else ()
+        names = [p.name for p in found if p.name.isdecimal() and (p / MARKER).is_file()]
+        return tuple(sorted(map(int, names)))
+
+    def latest(self) -> int | None:
+        """The version that the pointer names; None before the first."""
+        path = self.root / POINTER
+        if not path.is_file():
+            return None
+        text = path.read_text(errors="replace").strip()
+        if not text.isdecimal():
+            raise ValueError(f"{path}: {text!r} is not a version number")
+        return int(text)
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest of a committed version."""
+        path = self.root / str(version)
+        if not path.is_dir():
+            raise ValueError(f"{path}: no such snapshot; there are {list(self.versions())}")
+        if not (path / MARKER).is_file():
+            raise ValueError(f"{path / MARKER} is missing: the snapshot was never committed")
+        try:
+            manifest = from_json((path / MANIFEST).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path / MANIFEST} is corrupt: {_line(error)}") from error
+        if manifest.version != version:
+            raise ValueError(f"{path / MANIFEST} is corrupt: it is of version {manifest.version}")
+        if (path / MARKER).read_text(errors="replace").strip() != manifest.digest:
+            raise ValueError(f"{path / MARKER} is corrupt: it is not the manifest's digest")
+        return manifest
+
+    def write(self, manifest: Manifest, params: Tree) -> None:
+        """Writes weights and manifest, not committed yet.
+
+        A committed version stays as it is: a ValueError unless it has the same digest. What a
+        killed writer left uncommitted is replaced.
+        """
+        path = self.root / str(manifest.version)
+        if (path / MARKER).is_file():
+            if self.manifest(manifest.version).digest != manifest.digest:
+                raise ValueError(f"{path} exists with other weights; a snapshot is never replaced")
+            return
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        # Host arrays, which the digest needed anyway: Orbax writes them in half the time.
+        host = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
+        ocp.save(str(path / WEIGHTS), host)
+        (path / MANIFEST).write_text(to_json(manifest))
+        for directory, _, files in os.walk(path):
+            for name in files:
+                _sync(Path(directory, name))
+            _sync(Path(directory))
+
+    def commit(self, manifest: Manifest) -> None:
+        """Makes what was written exist; does nothing where it does."""
+        path = self.root / str(manifest.version)
+        if not (path / MARKER).is_file():
+            _replace(path / MARKER, f"{manifest.digest}\n")
+            _sync(self.root)
+
+    def point(self, version: int) -> None:
+        """Moves the pointer to a committed version; it never moves back."""
+        self.manifest(version)
+        latest = self.latest()
+        if latest is None or latest < version:
+            _replace(self.root / POINTER, f"{version}\n")
+
+    def load(self, version: int, abstract: Tree) -> Tree:
+        """The weights in the structure, dtypes and shardings of `abstract`, digests checked.
+
+        `abstract` holds arrays or `jax.ShapeDtypeStruct`s with a sharding; no leaf passes through
+        another sharding on its way. Another dtype is cast to after the check. A ValueError of one
+        line names the file, or the leaf that does not fit.
+        """
+        manifest = self.manifest(version)
+        path = self.root / str(version) / WEIGHTS
+        wanted = named_leaves(abstract)
+        _check_fit(path, manifest, wanted)
+        stored = {
+            name: jax.ShapeDtypeStruct(
+                leaf.shape, np.dtype(manifest.leaves[name].dtype), sharding=leaf.sharding
+            )
+            for name, leaf in wanted.items()
+        }
+        try:
+            loaded = ocp.load(str(path), stored)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is corrupt: {_line(error)}") from error
+        for name, leaf in loaded.items():
+            if describe(np.asarray(leaf)) != manifest.leaves[name]:
+                raise ValueError(f"{path} is corrupt: {name} does not have its digest")
+        leaves = [loaded[name].astype(leaf.dtype) for name, leaf in wanted.items()]
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+    def prune(self, keep: Keep) -> tuple[int, ...]:
+        """Deletes the committed versions that `keep` lets go; returns them."""
+        versions = self.versions()
+        gone = [v for v in versions if v not in keep(versions) and v != self.latest()]
+        for version in gone:
+            path = self.root / str(version)
+            # Without the marker first, a kill here would leave half a committed snapshot.
+            (path / MARKER).unlink()
+            _sync(path)
+            shutil.rmtree(path)
+        return tuple(gone)
+
+
+def _check_fit(path: Path, manifest: Manifest, wanted: Mapping[str, Any]) -> None:
+    if set(wanted) != set(manifest.leaves):
+        odd = sorted(set(wanted) ^ set(manifest.leaves))
+        raise ValueError(f"{path} holds another tree: {odd[0]} is in only one of the two")
+    for name, leaf in wanted.items():
+        if tuple(leaf.shape) != manifest.leaves[name].shape:
+            held = list(manifest.leaves[name].shape)
+            raise ValueError(f"{path}: {name} has shape {held}, {list(leaf.shape)} expected")
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Atomically: a reader sees the old content or the new, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    _sync(temporary)
+    temporary.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,132 @@
+"""[N] From groups to the arrays of one optimizer step: packed rows in microbatches of fixed shape."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rl_jax.arrays import CHUNK, AnyArray, round_up
+
+from rl_jax.losses.types import Reduction
+from rl_jax.masking import PADDING
+from rl_jax.trajectories.packing import Place, pack
+from rl_jax.trajectories.types import NOT_SAMPLED, Trajectory
+
+
+class Batch(NamedTuple):
+    """Arrays [M, R, L]: M microbatches of R rows of L tokens, of which the first `count` are used.
+
+    The shapes do not depend on the data, so the step never retraces; unused microbatches are not
+    computed. Padding has segment -1, token 0, weight 0.
+    """
+
+    tokens: AnyArray
+    """int32."""
+    positions: AnyArray
+    """int32, absolute in the trajectory."""
+    segment_ids: AnyArray
+    """int32, the trajectory's number in the batch."""
+    mask: AnyArray
+    """bool, sampled tokens."""
+    behavior: AnyArray
+    """float32 recorded log-probabilities."""
+    advantages: AnyArray
+    """float32."""
+    weights: AnyArray
+    """float32 from the reduction."""
+    temperature: AnyArray
+    """float32."""
+    lag: AnyArray
+    """int32."""
+    count: AnyArray
+    """int32 scalar, used microbatches."""
+
+
+class Shape(NamedTuple):
+    """The fixed shape of a batch."""
+
+    microbatches: int
+    rows: int
+    row_length: int
+
+
+def batch_shape(trajectories: int, max_tokens: int, rows: int, row_length: int) -> Shape:
+    """Enough microbatches for `trajectories` of up to `max_tokens` tokens, however they pack."""
+    per_row = row_length // round_up(max_tokens, CHUNK)
+    if not per_row:
+        raise ValueError(f"rows of {row_length} tokens cannot hold trajectories of {max_tokens}")
+    return Shape(round_up(-(-trajectories // per_row), rows) // rows, rows, row_length)
+
+
+def build_batch(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[np.ndarray],
+    reduction: Reduction,
+    published_version: int,
+    shape: Shape,
+) -> tuple[Batch, float]:
+    """Packs `trajectories` (with one float32[T] of advantages each) into `shape`.
+
+    Returns the batch and the share of padding in the used microbatches. Raises ValueError where
+    they do not fit.
+    """
+    places = pack([len(t.tokens) for t in trajectories], shape.row_length)
+    rows_used = 1 + max((p.row for p in places), default=-1)
+    count = round_up(rows_used, shape.rows) // shape.rows
+    if count > shape.microbatches:
+        raise ValueError(f"{rows_used} rows exceed {shape.microbatches} microbatches of {shape.rows}")
+    batch = empty_batch(shape)
+    weights = reduction(trajectories)
+    for number, (trajectory, place) in enumerate(zip(trajectories, places, strict=True)):
+        _place(batch, number, trajectory, place, published_version, shape)
+        cut = _where(place, len(trajectory.tokens), shape)
+        batch.advantages[cut] = advantages[number]
+        batch.weights[cut] = weights[number]
+    filled = sum(len(t.tokens) for t in trajectories)
+    padding = 1.0 - filled / max(1, count * shape.rows * shape.row_length)
+    return batch._replace(count=np.int32(count)), padding
+
+
+def locate(batch: Batch, microbatch: int, row: int, column: int) -> int:
+    """The number of the trajectory at this place of the batch; -1 on padding."""
+    return int(batch.segment_ids[microbatch, row, column])
+
+
+def _where(place: Place, length: int, shape: Shape) -> tuple[int, int, slice]:
+    microbatch, row = divmod(place.row, shape.rows)
+    return microbatch, row, slice(place.start, place.start + length)
+
+
+def empty_batch(shape: Shape) -> Batch:
+    """Padding only, no microbatch used."""
+
+    def full(value: float, dtype: type) -> np.ndarray:
+        return np.full(shape, value, dtype)
+
+    return Batch(
+        tokens=full(0, np.int32),
+        positions=full(0, np.int32),
+        segment_ids=full(PADDING, np.int32),
+        mask=full(0, np.bool_),
+        behavior=full(0, np.float32),
+        advantages=full(0, np.float32),
+        weights=full(0, np.float32),
+        temperature=full(1, np.float32),
+        lag=full(0, np.int32),
+        count=np.int32(0),
+    )
+
+
+def _place(
+    batch: Batch, number: int, trajectory: Trajectory, place: Place, published: int, shape: Shape
+) -> None:
+    length = len(trajectory.tokens)
+    cut = _where(place, length, shape)
+    batch.tokens[cut] = trajectory.tokens
+    batch.positions[cut] = np.arange(length)
+    batch.segment_ids[cut] = number
+    batch.mask[cut] = trajectory.loss_mask
+    batch.behavior[cut] = trajectory.behavior_logprobs
+    batch.temperature[cut] = trajectory.temperature
+    sampled = trajectory.versions != NOT_SAMPLED
+    batch.lag[cut] = np.where(sampled, published - trajectory.versions, 0)

@@ -1,0 +1,118 @@
+"""[N] Limits of the run's configuration: each at its border, on both sides."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from rl_jax.arrays import CHUNK
+from rl_jax.config import run
+from rl_jax.config.base import UserError, explain
+from rl_jax.config.run import RunConfig, check_devices
+
+
+def config(**sections) -> RunConfig:
+    return RunConfig.model_validate({"name": "test", **sections})
+
+
+def refused(**sections) -> str:
+    with pytest.raises(ValidationError) as caught:
+        config(**sections)
+    return explain(caught.value, RunConfig)[1]
+
+
+@pytest.mark.parametrize("package", ["rl_jax.config.run", "rl_jax.config.load"])
+def test_imports_no_jax(package):
+    code = f"import {package}, sys; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_chunk_is_the_one_of_arrays():
+    assert run.CHUNK == CHUNK
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"staleness": {"tau": 0}}, "staleness.tau = 0: needs an integer, at least 1"),
+        ({"trainer": {"push_every": 0}}, "trainer.push_every = 0: needs an integer, at least 1"),
+        ({"trainer": {"group_size": 1}}, "trainer.group_size = 1: needs an integer, at least 2"),
+        ({"trainer": {"learning_rate": -1e-9}}, "trainer.learning_rate = -1e-09: needs"),
+        ({"trainer": {"row_length": 96}}, "trainer.row_length = 96: needs"),
+        ({"loss": {"eps_low": 0.0}}, "loss.eps_low = 0.0: needs a number, above 0, below 1"),
+        ({"loss": {"eps_low": 1.0}}, "loss.eps_low = 1.0: needs a number, above 0, below 1"),
+        ({"loss": {"eps_high": 0.0}}, "loss.eps_high = 0.0: needs a number, above 0"),
+        ({"loss": {"eps_high": float("inf")}}, "loss.eps_high = inf: needs"),
+        ({"rollout": {"temperature": 0.0}}, "rollout.temperature = 0.0: needs a number, above 0"),
+        ({"rollout": {"top_p": 0.99}}, "rollout.top_p = 0.99: must be 1.0: training requests"),
+        ({"task": {"name": "lokup"}}, 'task.name = "lokup": no such task; there is lookup, and'),
+        ({"task": {"name": "no.such file:x"}}, 'task.name = "no.such file:x": no such task'),
+        ({"control": {"rewards": "random"}}, 'needs "true" or "shuffled"'),
+        ({"sampler": {"prefill_tokens": [64, 16]}}, "must ascend"),
+        ({"name": "../up"}, 'name = "../up": needs a string, matching'),
+        ({"task": {"hops_min": 7}}, "task.hops_min = 7: needs at most task.hops_max = 6"),
+        ({"evaluation": {"questions": 257}},
+         "evaluation.questions = 257: needs at most task.heldout = 256"),
+        ({"sampler": {"max_context": 320}},
+         "sampler.max_context = 320: needs at most trainer.row_length = 256"),
+        ({"rollout": {"in_flight": 385}},
+         "rollout.in_flight = 385: needs at most sampler.sessions = 384"),
+        ({"staleness": {"tau": 1}, "rollout": {"ahead": 4.5}},
+         "rollout.ahead = 4.5: needs at most staleness.tau x trainer.push_every = 4"),
+        ({"mesh": {"trainer": {"tensor": 3}}},
+         "mesh.trainer.tensor = 3: needs a divisor of model.heads = 4"),
+        ({"mesh": {"sampler": {"data": 3}}},
+         "mesh.sampler.data = 3: needs a divisor of sampler.slots = 64"),
+    ],
+)  # fmt: skip
+def test_refused(sections, said):
+    assert said in refused(**sections)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"trainer": {"learning_rate": 0.0}},  # the control
+        {"trainer": {"learning_rate": 1}},  # an integer is a number
+        {"staleness": {"tau": 1}, "rollout": {"ahead": 4.0}},
+        {"loss": {"eps_low": 0.999}},
+        {"task": {"name": "my/tasks.py:geography"}},
+        {"task": {"name": "pkg.tasks:geography"}},
+        {"warm_start": {"steps": 0, "patience": 1.0}},
+        {"mesh": {"trainer": {"data": 2, "tensor": 2}, "sampler": {"data": 2, "tensor": 2}}},
+    ],
+)
+def test_accepted(sections):
+    config(**sections)
+
+
+def test_is_frozen_and_hashable():
+    value = config()
+    with pytest.raises(ValidationError):
+        value.trainer.groups = 3  # pyright: ignore[reportAttributeAccessIssue] that is the test
+    assert hash(value) == hash(config())
+
+
+def test_devices():
+    meshes = {"trainer": {"data": 2}, "sampler": {"data": 2, "tensor": 2}}
+    value = config(mesh=meshes)
+    assert value.devices_needed == 6
+    check_devices(value, 6)
+    with pytest.raises(UserError) as caught:
+        check_devices(value, 5)
+    assert str(caught.value) == (
+        "mesh.sampler needs 4 devices (data 2 x tensor 2) besides the 2 of mesh.trainer, "
+        "5 available: make mesh.sampler.data x mesh.sampler.tensor at most 3"
+    )
+    with pytest.raises(UserError, match=r"^mesh\.trainer needs 4 devices"):
+        check_devices(config(mesh={"trainer": {"data": 4}}), 2)
+
+
+def test_every_section_says_what_it_is():
+    tree = ast.parse(Path(run.__file__).read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert len(classes) > 10
+    assert [c.name for c in classes if not ast.get_docstring(c)] == []

@@ -1,0 +1,103 @@
+"""Settings of the whole test session, made before jax is imported, and the table of test times.
+
+Eight virtual CPU devices; shapes and dtypes of our annotated functions checked by jaxtyping and
+beartype; warnings raised from our packages are errors (pyproject.toml).
+"""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import jaxtyping
+import pytest
+
+from tests import typechecker
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        # A collective that waits for a device which never comes aborts instead of hanging.
+        "--xla_cpu_collective_call_terminate_timeout_seconds=20",
+    )
+)
+jaxtyping.install_import_hook(["rl_jax", "models", "launch"], f"{typechecker.__name__}.check")
+
+TESTS = Path(__file__).parent
+BUDGET_MINUTES = {
+    "loop": 3.0,
+    "losses": 1.5,
+    "kernels": 2.0,
+    "models": 2.0,
+    "sampler": 2.0,
+    "rollouts": 2.0,
+    "replay and drills": 2.0,
+    "rest": 0.5,
+}
+PART_OF = {
+    "trainer": "loop",
+    "integration": "loop",
+    "launch": "loop",
+    "losses": "losses",
+    "kernels": "kernels",
+    "models": "models",
+    "sampler": "sampler",
+    "orchestrator": "rollouts",
+    "gateway": "rollouts",
+    "tasks": "rollouts",
+    "sandboxes": "rollouts",
+    "queues": "rollouts",
+    "replay": "replay and drills",
+    "snapshots": "replay and drills",
+}
+"""Folder of tests/ -> the budget that pays for it; any other folder is `rest`."""
+
+
+@pytest.fixture
+def strict_numerics() -> Iterator[None]:
+    """No implicit dtype or rank promotion. For tests of our own functions: optax fails under it."""
+    import jax
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+class TimeTable:
+    """Adds up the seconds of each folder of tests/ and prints them against the budgets."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.collecting = 0.0
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_collection_finish(self) -> None:
+        self.collecting = time.monotonic() - self.started
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        path = (TESTS.parent / report.location[0]).resolve()
+        inside = path.relative_to(TESTS).parts if path.is_relative_to(TESTS) else ()
+        self.seconds[inside[0] if len(inside) > 1 else "(top)"] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.seconds:
+            return
+        parts: dict[str, dict[str, float]] = {part: {} for part in BUDGET_MINUTES}
+        for folder, seconds in sorted(self.seconds.items()):
+            parts[PART_OF.get(folder, "rest")][folder] = seconds
+        terminalreporter.section("time by folder of tests/, against its budget", sep="-")
+        for part, folders in parts.items():
+            if not folders:
+                continue
+            budget = 60 * BUDGET_MINUTES[part]
+            used = sum(folders.values())
+            over = "  OVER" if used > budget else ""
+            inside = ", ".join(f"{name} {seconds:.1f}" for name, seconds in folders.items())
+            terminalreporter.line(f"{part:18}{used:7.1f} s of {budget:4.0f}{over}   {inside}")
+        terminalreporter.line(f"{'collecting':18}{self.collecting:7.1f} s")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(TimeTable(), "time-table")

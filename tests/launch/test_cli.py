@@ -1,0 +1,176 @@
+"""[H] The command: every mistake is one line and status 2, and leaves the disk as it was."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from launch import cli
+from rl_jax.config.base import UserError
+from rl_jax.config.load import load
+from tests.launch.test_summary import SUMMARY
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text('name = "small"\n')
+    return tmp_path
+
+
+@pytest.fixture
+def local(monkeypatch):
+    """A launcher in the place of the real one: `local.run_local` is what a test sets."""
+    module = ModuleType("launch.local")
+    monkeypatch.setitem(sys.modules, "launch.local", module)
+    module.run_local = lambda config, run_dir, reporter: SUMMARY
+    return module
+
+
+def tree(root: Path) -> dict[str, bytes | None]:
+    return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
+
+
+def mistake(capsys, root: Path, *argv: str) -> str:
+    """Runs the command, which must fail by one line on stderr and change nothing."""
+    before = tree(root)
+    assert cli.main(list(argv)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1 and said.err.endswith("\n")
+    assert tree(root) == before
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("staleness.tua=2", "unknown key staleness.tua; did you mean staleness.tau?"),
+        ('trainer.groups="16"', 'trainer.groups = "16": needs an integer, at least 1'),
+        ("trainer.reset_at_push=1", "trainer.reset_at_push = 1: needs true or false"),
+        ("staleness.tau=0", "staleness.tau = 0: needs an integer, at least 1"),
+        ("trainer.push_every=0", "trainer.push_every = 0: needs an integer, at least 1"),
+        ("loss.eps_low=1.5", "loss.eps_low = 1.5: needs a number, above 0, below 1"),
+        ("loss.eps_high=-1", "loss.eps_high = -1: needs a number, above 0"),
+        ("task.name=chess", 'task.name = "chess": no such task; there is lookup'),
+        ("rollout.top_p=0.9", "rollout.top_p = 0.9: must be 1.0: training requests"),
+        ("mesh.sampler.data=8", "mesh.sampler needs 8 devices (data 8 x tensor 1) besides the 1"),
+        ("rollout.in_flight=5000", "rollout.in_flight = 5000: needs at most sampler.sessions"),
+    ],
+)
+def test_a_wrong_value(here, capsys, override, named):
+    assert named in mistake(capsys, here, "run", "c.toml", "--set", override)
+
+
+def test_a_wrong_file(here, capsys):
+    assert "none.toml: no such file" in mistake(capsys, here, "run", "none.toml")
+    Path("bad.toml").write_text('name = "x"\n\nseed == 3\n')
+    assert "bad.toml: not valid TOML: Invalid value (at line 3" in mistake(
+        capsys, here, "run", "bad.toml"
+    )
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["run"], ["train", "c.toml"], ["run", "c.toml", "--sett", "a=1"]]
+)
+def test_a_wrong_command_line(here, capsys, argv):
+    assert "--help)" in mistake(capsys, here, *argv)
+
+
+def test_an_existing_run_directory(here, capsys):
+    for name, kind in (("small", "dir"), ("file", "file")):
+        path = Path("runs") / name
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir() if kind == "dir" else path.write_text("kept")
+        said = mistake(capsys, here, "run", "c.toml", "--out", str(path))
+        assert said == (
+            f"rl-jax: runs/{name} exists and is left as it is: choose another with "
+            f"--out runs/{name}-2, or remove it\n"
+        )
+    assert "runs/small exists" in mistake(capsys, here, "run", "c.toml")
+
+
+def test_a_run_directory_that_cannot_be(here, capsys, local):
+    Path("file").write_text("kept")
+    assert "file/x: cannot be created (Not a directory)" in mistake(
+        capsys, here, "run", "c.toml", "--out", "file/x"
+    )
+
+
+def test_a_mistake_found_below_is_one_line_and_frees_the_name(here, capsys, local):
+    def corrupt(config, run_dir, reporter):
+        raise UserError("snapshots/3/policy: digest differs\nfrom its manifest")
+
+    local.run_local = corrupt
+    Path("runs").mkdir()
+    said = mistake(capsys, here, "run", "c.toml")
+    assert said == "rl-jax: snapshots/3/policy: digest differs from its manifest\n"
+
+
+def test_a_mistake_found_after_something_was_written_keeps_it(here, capsys, local):
+    def late(config, run_dir, reporter):
+        (run_dir / "metrics.jsonl").touch()
+        raise UserError("no")
+
+    local.run_local = late
+    assert cli.main(["run", "c.toml"]) == 2
+    assert {p.name for p in Path("runs/small").iterdir()} == {"config.toml", "metrics.jsonl"}
+
+
+def test_a_run(here, capsys, local):
+    seen = {}
+
+    def run_local(config, run_dir, reporter):
+        seen.update(config=config, run_dir=run_dir, text=(run_dir / "config.toml").read_text())
+        reporter.note("working")
+        return SUMMARY
+
+    local.run_local = run_local
+    assert cli.main(["run", "c.toml", "--set", "seed=4", "--out", "elsewhere/r"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.startswith("working\nheld-out solve rate 0.50 -> 0.88\n")
+    assert said.out.endswith("written to elsewhere/r\n")
+    assert seen["run_dir"] == Path("elsewhere/r")
+    assert seen["config"].seed == 4
+    assert seen["text"].startswith("# resolved from c.toml\nname = ")
+    assert load(Path("elsewhere/r/config.toml")) == seen["config"]
+
+
+def test_interrupted(here, capsys, local):
+    def interrupt(config, run_dir, reporter):
+        raise KeyboardInterrupt
+
+    local.run_local = interrupt
+    assert cli.main(["run", "c.toml"]) == 130
+    assert capsys.readouterr().err == "rl-jax: interrupted; what the run wrote so far is kept\n"
+
+
+def test_a_crash_is_not_hidden(here, local):
+    def crash(config, run_dir, reporter):
+        raise ValueError("a bug")
+
+    local.run_local = crash
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["run", "c.toml"])
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_and_version(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(("usage: rl-jax", "rl-jax 0."))
+
+
+def test_help_and_mistakes_import_no_jax(here):
+    import subprocess
+
+    code = (
+        "import sys, launch.cli as c; c.main(['run', 'c.toml', '--set', 'seed=-1']);"
+        "sys.exit('jax' in sys.modules)"
+    )
+    root = str(Path(cli.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": root}, check=False)
+    assert done.returncode == 0
