@@ -2,9 +2,11 @@
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -62,19 +64,28 @@ def build_task(config: RunConfig) -> TaskFamily:
 
 
 def imported(name: str, key: str) -> Any:
-    """The object behind `package.module:name` or `path/to/file.py:name`."""
+    """The object behind `package.module:name` or `path/to/file.py:name`.
+
+    Raises UserError, naming `key`, where there is none.
+    """
     module_name, _, attribute = name.partition(":")
     try:
         if module_name.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
-            assert spec and spec.loader, "a .py file always has a loader"
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            module = _executed(Path(module_name))
         else:
             module = importlib.import_module(module_name)
         return getattr(module, attribute)
-    except (ImportError, FileNotFoundError, AttributeError) as error:
+    except (ImportError, OSError, AttributeError, SyntaxError) as error:
         raise UserError(f"{key} = {name!r} cannot be imported: {error}") from error
+
+
+def _executed(path: Path) -> ModuleType:
+    """The module of a file that no package holds; dataclasses in it look it up by its name."""
+    spec = importlib.util.spec_from_file_location(f"file:{path}", path)
+    assert spec and spec.loader, "a .py file always has a loader"
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def build_policy(config: RunConfig, vocab_size: int) -> Model:
@@ -138,9 +149,7 @@ def rl_shape(config: RunConfig) -> Shape:
     """The fixed batch shape of an update."""
     own = config.trainer
     members = own.groups * own.group_size
-    return batch_shape(
-        members, config.sampler.max_context, own.rows_per_microbatch, own.row_length
-    )
+    return batch_shape(members, config.sampler.max_context, own.rows_per_microbatch, own.row_length)
 
 
 class StepProgram(NamedTuple):
@@ -214,7 +223,7 @@ def compile_sampler(config: RunConfig, model: Model, mesh: Mesh) -> SamplerProgr
 def state_shardings(state: TrainState, params: Tree, mesh: Mesh) -> TrainState:
     """Moments beside their parameters, scalars everywhere. Both trees are abstract."""
     own = jax.tree_util.tree_leaves_with_path(params)
-    by_path = {path: leaf for path, leaf in own}
+    by_path = dict(own)
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         for start in range(len(path)):
@@ -236,14 +245,12 @@ def _abstract(shapes: Tree, shardings: Tree) -> Tree:
 def _abstract_batch(shape: Shape, mesh: Mesh, *, microbatch: bool = False) -> Batch:
     axes = PartitionSpec(DATA) if microbatch else PartitionSpec(None, DATA)
     rows, whole = NamedSharding(mesh, axes), replicated(mesh)
-    example = empty_batch(shape)
-    return Batch(
-        *(
-            jax.ShapeDtypeStruct(leaf.shape[microbatch:], leaf.dtype, sharding=rows)
-            for leaf in example[:-1]
-        ),
-        count=jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
-    )
+
+    def one(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = rows if leaf.ndim else whole
+        return jax.ShapeDtypeStruct(leaf.shape[microbatch:], leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(one, empty_batch(shape))
 
 
 def _vocab_chunk(model: Model) -> int:

@@ -4,6 +4,7 @@ Warm start, evaluation, the asynchronous loop, evaluation, summary.
 """
 
 import asyncio
+import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,15 +14,19 @@ from typing import NamedTuple
 import jax
 
 from launch import build, picture
+from launch.failure import first_cause
+from launch.push import Pusher
 from launch.record import Record, within
 from launch.summary import Summary, busy_seconds, overlap_seconds
 from launch.terminal import Reporter
 from launch.warm_start import warm_start
 from rl_jax.arrays import Tree
+from rl_jax.config.base import UserError
 from rl_jax.config.run import RunConfig
 from rl_jax.dispatch import Dispatcher
 from rl_jax.gateway.renderer import Renderer
 from rl_jax.gateway.renderer_files import load_renderer
+from rl_jax.metrics import names
 from rl_jax.metrics.writers import read
 from rl_jax.model import Model
 from rl_jax.orchestrator.loop import Orchestrator, evaluate, solve_rate
@@ -29,10 +34,10 @@ from rl_jax.orchestrator.rollout import RolloutLimits
 from rl_jax.orchestrator.state import Limits
 from rl_jax.queues.memory import MemoryQueue
 from rl_jax.replay import events, journal
-from rl_jax.sampler.engine import Engine, Weights
+from rl_jax.sampler.engine import Engine
 from rl_jax.sampler.programs import Programs as SamplerPrograms
 from rl_jax.sharding import param_shardings
-from rl_jax.snapshots.publisher import Publisher, reshard
+from rl_jax.snapshots.publisher import Publisher
 from rl_jax.snapshots.store import SnapshotStore
 from rl_jax.staleness import Admit, drop_stale, wait_for_stragglers
 from rl_jax.tasks.base import Prompt, TaskFamily
@@ -66,33 +71,54 @@ class _Parts(NamedTuple):
 def run_local(config: RunConfig, run_dir: Path, reporter: Reporter) -> Summary:
     """Runs `config` in this process and leaves its record in `run_dir`, which exists.
 
-    Raises UserError before anything is written, and whatever stopped a program after that.
+    Raises UserError before anything is written, and whatever stopped a program after that: its own
+    exception, not the group of all that followed.
     """
     began = time.perf_counter()
     family = build.build_task(config)
-    renderer = load_renderer(family.tokenizer_directory)
+    check_questions(config, family)
+    renderer = _renderer(family)
     model = build.build_policy(config, renderer.vocab_size)
     meshes = build.build_meshes(config)
     trainer, sampler = Dispatcher("trainer"), Dispatcher("sampler")
-    parts = _Parts(
-        config, run_dir, reporter, family, renderer, model, meshes, trainer, sampler
-    )
+    parts = _Parts(config, run_dir, reporter, family, renderer, model, meshes, trainer, sampler)
     try:
         return asyncio.run(_run(parts, began))
+    except BaseExceptionGroup as group:
+        stopped = first_cause(group)
     finally:
         trainer.close()
         sampler.close()
+    raise stopped
+
+
+def check_questions(config: RunConfig, family: TaskFamily) -> None:
+    """Raises UserError where more held-out questions are wanted than the task has."""
+    wanted, there = config.evaluation.questions, len(family.heldout)
+    if wanted > there:
+        raise UserError(
+            f"evaluation.questions = {wanted}: needs at most {there}, the held-out questions of "
+            f"task.name = {json.dumps(config.task.name)}"
+        )
+
+
+def _renderer(family: TaskFamily) -> Renderer:
+    try:
+        return load_renderer(family.tokenizer_directory)
+    except ValueError as error:
+        raise UserError(f"tokenizer of the task: {error}") from error
 
 
 async def _run(parts: _Parts, began: float) -> Summary:
     config = parts.config
-    compiling = asyncio.create_task(asyncio.to_thread(_compile, parts))
-    params = build.init_params(parts.model, config.seed, parts.meshes.trainer)
-    params = await warm_start(
-        config, parts.model, params, parts.family, parts.renderer, parts.trainer, parts.reporter
-    )
-    parts.reporter.phase("compiling")
-    compiled = await compiling
+    async with asyncio.TaskGroup() as starting:
+        compiling = starting.create_task(asyncio.to_thread(_compile, parts))
+        params = build.init_params(parts.model, config.seed, parts.meshes.trainer)
+        params = await warm_start(
+            config, parts.model, params, parts.family, parts.renderer, parts.trainer, parts.reporter
+        )
+        parts.reporter.phase("compiling")
+    compiled = compiling.result()
     log = journal.create(parts.run_dir / "journal")
     record = Record(parts.run_dir, log, parts.reporter, parts.trainer, parts.sampler, began)
     try:
@@ -100,8 +126,8 @@ async def _run(parts: _Parts, began: float) -> Summary:
         await record.event(events.RunStarted(config.seed, config.model_dump_json(), fingerprint))
         summary = await _learn(parts, record, compiled, params)
     finally:
-        await log.close()
         record.close()
+        await log.close()
     _leave(parts, record, summary)
     return summary
 
@@ -119,10 +145,11 @@ def _compile(parts: _Parts) -> _Compiled:
 async def _learn(parts: _Parts, record: Record, compiled: _Compiled, params: Tree) -> Summary:
     config = parts.config
     store = SnapshotStore(parts.run_dir / "snapshots")
-    pusher = _Pusher(parts, record, Publisher(store, on_digest=record.on_digest))
-    initial = await pusher.publish(params, 0)
+    publisher = Publisher(store, on_digest=record.on_digest)
+    shardings = param_shardings(parts.model.axes(), parts.meshes.sampler)
+    pusher = Pusher(publisher, record, parts.trainer, parts.sampler, shardings)
+    initial, weights = await pusher.publish(params, 0)
     on_push = config.sampler.on_push
-    weights = Weights(0, await pusher.to_sampler(initial))
     engine = Engine(weights, compiled.sampler, parts.sampler, on_push=on_push)
     async with asyncio.TaskGroup() as background:
         sampling = background.create_task(engine.run())
@@ -138,51 +165,13 @@ async def _learn(parts: _Parts, record: Record, compiled: _Compiled, params: Tre
     return _summary(parts, record, before, after, int(state.step), begin, end)
 
 
-class _Pusher:
-    """Publishes the trainer's weights and hands them to the sampler, device to device."""
-
-    def __init__(self, parts: _Parts, record: Record, publisher: Publisher) -> None:
-        self._parts, self._record, self._publisher = parts, record, publisher
-        self._shardings = param_shardings(parts.model.axes(), parts.meshes.sampler)
-        self._engine: Engine | None = None
-        self._background: asyncio.TaskGroup | None = None
-        self._swaps: list[asyncio.Task[None]] = []
-
-    def attach(self, engine: Engine, background: asyncio.TaskGroup) -> None:
-        self._engine, self._background = engine, background
-
-    async def publish(self, params: Tree, step: int) -> Tree:
-        """Copies and publishes under the next version; 0 comes first."""
-        version = self._record.version + 1 if self._engine else 0
-        writing = await self._parts.trainer.run(self._publisher.publish, params, version, step)
-        published = await writing
-        self._record.version = version
-        return published.params
-
-    async def to_sampler(self, params: Tree) -> Tree:
-        return await self._parts.sampler.run(reshard, params, self._shardings)
-
-    async def push(self, params: Tree, step: int) -> Tree:
-        """The trainer's hook. The swap itself waits for the sampler, the trainer does not."""
-        assert self._engine and self._background, "attached before the loop starts"
-        published = await self.publish(params, step)
-        weights = Weights(self._record.version, await self.to_sampler(published))
-        self._swaps.append(self._background.create_task(self._engine.swap(weights)))
-        await asyncio.sleep(0)  # the swap is staged before anything sampled next
-        return published
-
-    async def applied(self) -> None:
-        """Returns when the sampler has the newest version."""
-        await asyncio.gather(*self._swaps)
-
-
 async def _loop(
     parts: _Parts,
     record: Record,
     programs: Programs,
     state: TrainState,
     engine: Engine,
-    pusher: _Pusher,
+    pusher: Pusher,
     initial: Tree,
 ) -> TrainState:
     config = parts.config
@@ -207,7 +196,13 @@ async def _loop(
         on_discard=record.on_discard,
     )
     parts.reporter.phase("asynchronous RL", own.updates)
-    record.start_window()
+    record.watch(
+        {
+            names.QUEUE_DEPTH: lambda: len(queue),
+            names.IN_FLIGHT: lambda: orchestrator.state.running,
+        },
+        lambda: engine.sampled_tokens,
+    )
     async with asyncio.TaskGroup() as programs_running:
         rollouts = programs_running.create_task(orchestrator.run())
         state = await train(
@@ -281,7 +276,9 @@ async def _evaluate(parts: _Parts, engine: Engine, name: str) -> Results:
         at_once=config.rollout.in_flight,
         on_done=told,
     )
-    reporter.note(f"{name}: {solve_rate([t for _, t in results]):.3f} of {questions} held-out questions")
+    reporter.note(
+        f"{name}: {solve_rate([t for _, t in results]):.3f} of {questions} held-out questions"
+    )
     return results
 
 

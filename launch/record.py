@@ -1,8 +1,8 @@
-"""[H] What a run keeps of itself: journal, metrics, counts. Every hook of the programs ends here."""
+"""[H] What a run keeps of itself: journal, metrics, counts. Where the hooks of programs end."""
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launch.summary import Interval, busy_seconds, overlap_seconds
@@ -29,32 +29,37 @@ class Record:
         began: float,
     ) -> None:
         self.began = began
-        self.version = 0
-        """Newest published."""
+        self.version = -1
+        """Newest published; -1 before the first, which is 0."""
         self.counts: Counter[str] = Counter()
         self.max_lag = 0
         self.max_dlogp_fresh: float | None = None
-        self.gauges: Mapping[str, float] = {}
-        """Set by whoever knows them, told with the next update."""
         self._journal, self._reporter = journal, reporter
         self._metrics = JsonlWriter(run_dir / "metrics.jsonl")
         self._trainer, self._sampler = trainer, sampler
-        self._window = time.perf_counter()
+        self._update = 0
+        """The last whose batch was taken: what is published now is after it."""
+        self._gauges: Mapping[str, Callable[[], float]] = {}
+        self._sampled_tokens: Callable[[], int] = lambda: 0
+        self._window, self._sampled = time.perf_counter(), 0
         self._offered: list[int] = []
 
     def close(self) -> None:
         self._metrics.close()
 
-    def start_window(self) -> None:
-        """Shares and rates of the next update count from now."""
-        self._window = time.perf_counter()
+    def watch(
+        self, gauges: Mapping[str, Callable[[], float]], sampled_tokens: Callable[[], int]
+    ) -> None:
+        """Numbers to be read at every update. Shares and rates of the first count from now."""
+        self._gauges, self._sampled_tokens = gauges, sampled_tokens
+        self._window, self._sampled = time.perf_counter(), sampled_tokens()
 
     async def event(self, event: events.Event) -> None:
         """Returns when the event is durable."""
         await self._journal.append(events.encode(event))
 
     async def on_digest(self, version: int, digest: str) -> None:
-        await self.event(events.VersionPublished(version, digest, self.counts["updates"]))
+        await self.event(events.VersionPublished(version, digest, self._update))
 
     async def on_put(self, group: Group) -> None:
         await self.event(events.GroupPut(group))
@@ -76,6 +81,7 @@ class Record:
             await self.event(events.RolloutFailed(trajectory.key, trajectory.reason))
 
     async def on_batch(self, update: int, groups: Sequence[Group]) -> None:
+        self._update = update
         ids = tuple(events.group_id(group) for group in groups)
         await self.event(events.BatchTaken(update, self.version, ids))
 
@@ -87,11 +93,13 @@ class Record:
         if (fresh := metrics.get(names.DLOGP_FRESH)) is not None:
             self.max_dlogp_fresh = max(fresh, self.max_dlogp_fresh or 0.0)
         await self.event(events.UpdateDone(update, metrics))
-        line = {**metrics, **self._totals(), **self._shares(), **self.gauges}
+        gauges = {name: float(read()) for name, read in self._gauges.items()}
+        line = {**metrics, **self._totals(), **self._shares(), **gauges}
         wall = time.perf_counter() - self.began
         self._metrics.write(update, self.version, wall, line)
         self._reporter.update(
-            {names.STEP: update, names.POLICY_VERSION: self.version, names.WALL_SECONDS: wall} | line
+            {names.STEP: update, names.POLICY_VERSION: self.version, names.WALL_SECONDS: wall}
+            | line
         )
 
     def _totals(self) -> dict[str, float]:
@@ -105,6 +113,7 @@ class Record:
         return totals | ({names.OFFERED_LENGTH: sum(offered) / len(offered)} if offered else {})
 
     def _shares(self) -> dict[str, float]:
+        before, self._sampled = self._sampled, self._sampled_tokens()
         begin, self._window = self._window, time.perf_counter()
         span = max(self._window - begin, 1e-9)
         trainer = within(self._trainer.busy, begin, self._window)
@@ -114,6 +123,7 @@ class Record:
             names.TRAINER_BUSY_SHARE: busy / span,
             names.SAMPLER_BUSY_SHARE: busy_seconds(sampler) / span,
             names.OVERLAP_SHARE: overlap_seconds(trainer, sampler) / max(busy, 1e-9),
+            names.SAMPLER_TOKENS_PER_SECOND: (self._sampled - before) / span,
         }
 
 

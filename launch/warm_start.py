@@ -9,6 +9,7 @@ from launch import build
 from launch.terminal import Reporter
 from rl_jax import rng
 from rl_jax.arrays import Tree
+from rl_jax.config.base import UserError
 from rl_jax.config.run import RunConfig
 from rl_jax.dispatch import Dispatcher
 from rl_jax.gateway.renderer import Renderer
@@ -43,6 +44,11 @@ async def warm_start(
     count = min(POOL, len(family.train), own.steps * own.trajectories)
     demonstrations = [demonstration(family, renderer, index) for index in range(count)]
     longest = max(len(d.tokens) for d in demonstrations)
+    if longest > config.trainer.row_length:
+        raise UserError(
+            f"trainer.row_length = {config.trainer.row_length}: needs at least {longest}, the "
+            "tokens of the longest demonstration"
+        )
     shape = batch_shape(
         own.trajectories, longest, config.trainer.rows_per_microbatch, config.trainer.row_length
     )

@@ -1,8 +1,8 @@
 """[H] One `Dispatcher` per mesh: the only place from which a mesh's programs are launched.
 
-Two undrained sharded programs in one CPU process can deadlock in the rendezvous of their collectives,
-so a mesh has a bounded number of executions in flight, launched in order by one thread. The event
-loop never blocks: it awaits.
+Sharded programs that pile up in one process can deadlock in the rendezvous of their collectives, so
+a mesh has a bounded number of executions in flight, launched in order by one thread. The event loop
+never blocks: it awaits.
 """
 
 import asyncio
@@ -25,20 +25,30 @@ class Interval(NamedTuple):
 
 
 class Dispatcher:
-    """Launches programs of one mesh in order, at most `depth` in flight."""
+    """Launches programs of one mesh in order, at most `depth` in flight.
+
+    The CPU backend takes 32 executions per device. A launch beyond that blocks a thread of the pool
+    that all devices share; two meshes of four devices then deadlock (depth 32 runs, 33 does not).
+    Two in flight already hide the launch behind the execution.
+    """
 
     def __init__(self, name: str, depth: int = 2) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         self.name = name
         self.busy: list[Interval] = []
-        """Spans of execution, merged where they touch; grows by one entry per program at most."""
+        """Spans of execution, ascending, merged where they touch. A program ends when it was waited
+        for: exactly so after `run`, after `launch` when its place is needed or at a drain."""
         self._depth = depth
         self._in_flight: deque[tuple[float, Any]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"dispatch-{name}")
 
     async def launch(self, program: Callable[..., T], *args: Any) -> T:
-        """Launches `program(*args)`; returns its outputs once launched, perhaps not yet computed."""
+        """Launches `program(*args)`; returns its outputs, perhaps not yet computed.
+
+        What goes wrong at the launch is raised here. What goes wrong while it executes is raised by
+        the next call that waits for it, and by reading the outputs; the calls after that are well.
+        """
         return await self._submit(self._launch, program, args)
 
     async def run(self, program: Callable[..., T], *args: Any) -> T:
@@ -51,8 +61,10 @@ class Dispatcher:
 
     def close(self) -> None:
         """Waits for what is in flight and ends the thread."""
-        self._thread.submit(self._drain).result()
-        self._thread.shutdown()
+        try:
+            self._thread.submit(self._drain).result()
+        finally:
+            self._thread.shutdown()
 
     async def _submit(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -76,14 +88,25 @@ class Dispatcher:
 
     def _finish_oldest(self) -> None:
         start, outputs = self._in_flight.popleft()
-        live = [leaf for leaf in jax.tree.leaves(outputs) if not _deleted(leaf)]
-        jax.block_until_ready(live)
-        end = time.perf_counter()
+        while self._in_flight and _donated(outputs):
+            # Nothing is left to wait for but the program that took it all.
+            _, outputs = self._in_flight.popleft()
+        try:
+            jax.block_until_ready([leaf for leaf in jax.tree.leaves(outputs) if not _gone(leaf)])
+        finally:
+            self._was_busy(start, time.perf_counter())
+
+    def _was_busy(self, start: float, end: float) -> None:
         if self.busy and start <= self.busy[-1].end:
             start = self.busy.pop().start
         self.busy.append(Interval(start, end))
 
 
-def _deleted(leaf: Any) -> bool:
-    """Outputs that a later program took as donated are computed when that program is."""
+def _gone(leaf: Any) -> bool:
+    """Whether a later program took this output as donated."""
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def _donated(outputs: Any) -> bool:
+    leaves = jax.tree.leaves(outputs)
+    return bool(leaves) and all(map(_gone, leaves))

@@ -7,7 +7,7 @@ touched only through the four functions of `CacheIO`, so a model does not know w
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rl_jax.arrays import Array, Tree
+from rl_jax.arrays import AnyArray, Array, Tree
 
 
 class TokenCache(NamedTuple):
@@ -20,8 +20,8 @@ class StateCache(NamedTuple):
     """One layer that keeps, per sequence and head, a recurrent state and a convolution tail.
 
     `state` is float32[key, value]; `tail` is float32[taps, channels]: the last `taps` inputs of the
-    short convolution that belong to this head, oldest first. Whole heads, so a shard over heads is a
-    set of pages.
+    short convolution that belong to this head, oldest first. Whole heads, so a shard over heads is
+    a set of pages.
     """
 
     heads: int
@@ -62,13 +62,13 @@ class Model(NamedTuple):
     init: Callable[[Array], Tree]
     """(key) -> params."""
     axes: Callable[[], Tree]
-    """() -> the tree of params with, in place of each leaf, a tuple of logical axis names or None."""
-    forward: Callable[[Tree, Array, Array, Array], Array]
+    """() -> the tree of params with, for each leaf, a tuple of logical axis names or None."""
+    forward: Callable[[Tree, AnyArray, AnyArray, AnyArray], Array]
     """(params, tokens[R, L], positions[R, L], segment_ids[R, L]) -> hidden[R, L, D] on packed rows:
     trajectories start at multiples of 64, padding has segment -1, positions count within the
     trajectory."""
     cache_spec: CacheSpec
-    extend: Callable[[Tree, Array, Array, Array, Any, Array, CacheIO], tuple[Array, Array]]
+    extend: Callable[[Tree, AnyArray, AnyArray, AnyArray, Any, Array, CacheIO], tuple[Array, Array]]
     """(params, tokens[R, n], n_valid[R], positions[R], pages, pool, io) -> (hidden[R, n, D], pool).
     `positions[R]` is the position of the first of the n tokens. n = 1 is decode; any n is prefill,
     cut equal to training where `positions` is a multiple of 64."""

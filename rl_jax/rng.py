@@ -10,7 +10,9 @@ from enum import IntEnum
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Float, Int, UInt32
+
+from rl_jax.arrays import AnyArray, Array
 
 
 class Purpose(IntEnum):
@@ -36,12 +38,14 @@ def stream(key: tuple[str, int, int, int], ordinal: int) -> tuple[int, int]:
 
 
 def base(seed: int, purpose: Purpose) -> jax.Array:
-    """The typed key of a purpose."""
+    """The typed key of a purpose. Raises ValueError for a seed that is no uint32."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed is {seed}; it must be at least 0 and below 2**32")
     return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), purpose)
 
 
 def uniforms(
-    key: jax.Array, streams: UInt32[Array, "R 2"], positions: Int[Array, " R"]
+    key: jax.Array, streams: UInt32[AnyArray, "R 2"], positions: Int[AnyArray, " R"]
 ) -> Float[Array, " R"]:
     """One uniform in [0, 1) per request, at the absolute index in its token log it is drawn for."""
 
@@ -49,7 +53,7 @@ def uniforms(
         folded = jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1])
         return jax.random.uniform(jax.random.fold_in(folded, position), (), jnp.float32)
 
-    return jax.vmap(one)(streams, positions)
+    return jax.vmap(one)(jnp.asarray(streams), jnp.asarray(positions))
 
 
 def host(seed: int, purpose: Purpose, *words: int) -> np.random.Generator:

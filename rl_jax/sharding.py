@@ -21,11 +21,17 @@ RULES: Mapping[str, str | None] = {
 """Where each logical axis of a parameter goes; an axis that is not named is not cut."""
 
 
-def make_mesh(devices: Sequence[jax.Device], data: int, tensor: int) -> Mesh:
+def make_mesh(
+    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]  # jax assigns it
+    data: int,
+    tensor: int,
+) -> Mesh:
     """A (data, tensor) mesh over the first data * tensor of `devices`."""
     need = data * tensor
     if len(devices) < need:
-        raise ValueError(f"a mesh of data {data} x tensor {tensor} needs {need} devices, got {len(devices)}")
+        raise ValueError(
+            f"a mesh of data {data} x tensor {tensor} needs {need} devices, got {len(devices)}"
+        )
     return Mesh(np.asarray(devices[:need]).reshape(data, tensor), (DATA, TENSOR))
 
 

@@ -1,7 +1,6 @@
 """[P] The shape of a Kimi Linear policy."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -10,13 +9,13 @@ class KimiLinearConfig:
 
     vocab_size: int = 512
     width: int = 128
-    layers: tuple[Literal["kda", "mla"], ...] = ("kda", "kda", "kda", "mla")
-    """The mixing layer of each block, written out: released models do not follow a period."""
+    layers: tuple[str, ...] = ("kda", "kda", "kda", "mla")
+    """"kda" or "mla" for each block, written out: released models do not follow a period."""
     heads: int = 4
     head_dim: int = 32
     kv_latent: int = 32
     kv_shared_key: int = 16
-    ffn_width: int = 192
+    ffn_width: int = 160
     conv_taps: int = 4
     gate_rank: int | None = 32
     """Width of the decay and output gates' bottleneck; None for full projections."""

@@ -17,7 +17,10 @@ from models.layers.norm import RMSNorm
 from models.layers.parameters import matrix
 from models.layers.swiglu import SwiGLU
 from rl_jax.arrays import CHUNK, Array, Tree, round_up
+from rl_jax.kernels.kda import api as kda
 from rl_jax.model import Model
+
+Mixer = KimiDeltaAttention | LatentAttention
 
 
 class Block(nnx.Module):
@@ -35,14 +38,14 @@ class Block(nnx.Module):
         return x + self.ffn(self.ffn_norm(x))
 
     def extend(
-        self, x: Float[Array, "R n D"], step: Step, pool: Array, layer: int
-    ) -> tuple[Float[Array, "R n D"], Array]:
+        self, x: Float[Array, "R n D"], step: Step, pool: Tree, layer: int
+    ) -> tuple[Float[Array, "R n D"], Tree]:
         mixed, pool = self.mixer.extend(self.mixer_norm(x), step, pool, layer)
         x = x + mixed
         return x + self.ffn(self.ffn_norm(x)), pool
 
 
-def _mixer(config: KimiLinearConfig, kind: str, out_gain: float, rngs: nnx.Rngs) -> nnx.Module:
+def _mixer(config: KimiLinearConfig, kind: str, out_gain: float, rngs: nnx.Rngs) -> Mixer:
     shape = {"width": config.width, "heads": config.heads, "head_dim": config.head_dim}
     common = {"eps": config.rms_eps, "out_gain": out_gain, "rngs": rngs}
     if kind == "mla":
@@ -81,8 +84,8 @@ class KimiLinear(nnx.Module):
         return self.norm(x)
 
     def extend(
-        self, tokens: Int[Array, "R n"], step: Step, pool: Array
-    ) -> tuple[Float[Array, "R n D"], Array]:
+        self, tokens: Int[Array, "R n"], step: Step, pool: Tree
+    ) -> tuple[Float[Array, "R n D"], Tree]:
         x = self.embedding[...][tokens]
         for block, number in self._numbered():
             x, pool = block.extend(x, step, pool, number)
@@ -110,7 +113,7 @@ def build_model(config: KimiLinearConfig) -> Model:
 
     def extend(params, tokens, n_valid, positions, pages, pool, io):
         n = tokens.shape[1]
-        padded = n if n == 1 else round_up(n, CHUNK)
+        padded = n if n <= kda.SHORT else round_up(n, CHUNK)
         tokens = jnp.pad(tokens, ((0, 0), (0, padded - n)))
         step = Step(positions, n_valid, pages, io, n)
         hidden, pool = nnx.merge(graph, params).extend(tokens, step, pool)

@@ -11,13 +11,18 @@ from jaxtyping import Bool, Float
 from models.layers.context import Rows, Step
 from models.layers.norm import RMSNorm, l2_normalise
 from models.layers.parameters import matrix, parameter
-from rl_jax.arrays import Array
+from models.layers.projection import project
+from rl_jax.arrays import Array, Tree
 from rl_jax.kernels.kda import api as kda
 from rl_jax.kernels.short_conv import api as conv
 from rl_jax.model import StateCache
 
 DECAY_RANGE = (1e-3, 0.3)
 """-log decay of a token at initialisation, log-uniform over channels."""
+
+
+Operands = tuple[Array, Array, Array, Array, Array]
+"""q, k, v, g, beta as the kernel takes them."""
 
 
 class HeadGate(nnx.Module):
@@ -31,8 +36,8 @@ class HeadGate(nnx.Module):
         self.low_rank = rank is not None
 
     def __call__(self, x: Float[Array, "R L D"]) -> Float[Array, "R L H K"]:
-        x = jnp.dot(x, self.down[...]) if self.low_rank else x
-        return jnp.einsum("rld,dhk->rlhk", x, self.up[...])
+        x = project(x, self.down[...]) if self.low_rank else x
+        return project(x, self.up[...])
 
 
 class KimiDeltaAttention(nnx.Module):
@@ -55,7 +60,9 @@ class KimiDeltaAttention(nnx.Module):
         self.conv = matrix(rngs, (taps, 3, heads, head_dim), (None, None, *per_head), taps)
         self.decay = HeadGate(width, heads, head_dim, gate_rank, rngs)
         low, high = jnp.log(jnp.array(DECAY_RANGE))
-        rate = jnp.exp(jax.random.uniform(rngs.params(), (heads, head_dim), minval=low, maxval=high))
+        rate = jnp.exp(
+            jax.random.uniform(rngs.params(), (heads, head_dim), minval=low, maxval=high)
+        )
         self.decay_bias = parameter(jnp.log(rate / (-lower_bound - rate)), per_head)
         self.decay_rate_log = parameter(jnp.zeros(heads), ("heads",))
         self.beta = matrix(rngs, (width, heads), ("embed", "heads"), width)
@@ -78,38 +85,35 @@ class KimiDeltaAttention(nnx.Module):
         return self._finish(x, out)
 
     def extend(
-        self, x: Float[Array, "R n D"], step: Step, pool: Array, layer: int
-    ) -> tuple[Float[Array, "R n D"], Array]:
+        self, x: Float[Array, "R n D"], step: Step, pool: Tree, layer: int
+    ) -> tuple[Float[Array, "R n D"], Tree]:
         state, tail = (step.fresh(a) for a in step.io.read_state(pool, step.pages, layer))
         inputs, before = self._project(x), _from_tail(tail)
         mixed = conv.short_conv(inputs, self.conv[...], before)
         operands = self._operands(x, mixed, step.valid(x.shape[1]))
-        if x.shape[1] == 1:
-            out, state = kda.recurrent_step(*(a[:, 0] for a in operands), state)
-            out = out[:, None]
-        else:
-            out, state = kda.chunked(*operands, state)
+        run = kda.recurrent if x.shape[1] <= kda.SHORT else kda.chunked
+        out, state = run(*operands, state)
         tail = _to_tail(conv.next_tail(inputs, before, step.n_valid))
         pool = step.io.write_state(pool, step.pages, layer, step.n_valid, state, tail)
         return self._finish(x, out), pool
 
     def _project(self, x: Array) -> Float[Array, "R L 3 H K"]:
-        return jnp.einsum("rld,dchk->rlchk", x, self.qkv[...])
+        return project(x, self.qkv[...])
 
-    def _operands(self, x: Array, mixed: Array, valid: Bool[Array, "R L"]) -> tuple[Array, ...]:
-        """(q, k, v, g, beta); padding neither decays nor writes the state."""
+    def _operands(self, x: Array, mixed: Array, valid: Bool[Array, "R L"]) -> Operands:
+        """Padding neither decays nor writes the state."""
         q, k, v = mixed[:, :, 0], mixed[:, :, 1], mixed[:, :, 2]
         g = kda.bounded_gate(
             self.decay(x), self.decay_rate_log[...], self.decay_bias[...], self.lower_bound
         )
-        beta = jax.nn.sigmoid(jnp.dot(x, self.beta[...]))
+        beta = jax.nn.sigmoid(project(x, self.beta[...]))
         keep = valid[..., None]
         k, v, g = (jnp.where(keep[..., None], a, 0.0) for a in (l2_normalise(k), v, g))
         return l2_normalise(q), k, v, g, jnp.where(keep, beta, 0.0)
 
     def _finish(self, x: Array, out: Array) -> Float[Array, "R L D"]:
         gated = jax.nn.sigmoid(self.gate(x)) * self.norm(out)
-        return jnp.einsum("rlhk,hkd->rld", gated, self.out[...])
+        return project(gated, self.out[...], 2)
 
 
 def _from_tail(tail: Float[Array, "R H taps ch"]) -> Float[Array, "R taps 3 H K"]:

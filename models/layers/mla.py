@@ -12,7 +12,8 @@ from jaxtyping import Float
 from models.layers.context import Rows, Step
 from models.layers.norm import RMSNorm
 from models.layers.parameters import matrix
-from rl_jax.arrays import Array
+from models.layers.projection import project
+from rl_jax.arrays import Array, Tree
 from rl_jax.kernels.mla import api as mla
 from rl_jax.model import TokenCache
 
@@ -36,8 +37,9 @@ class LatentAttention(nnx.Module):
         self.query = matrix(rngs, (width, heads, key_width), ("embed", *per_head), width)
         self.down = matrix(rngs, (width, latent + shared_key), ("embed", "latent"), width)
         self.norm = RMSNorm(latent, eps)
-        self.key_up = matrix(rngs, (latent, heads, head_dim), (None, *per_head), latent)
-        self.value_up = matrix(rngs, (latent, heads, head_dim), (None, *per_head), latent)
+        up = ("heads", None, None)
+        self.key_up = matrix(rngs, (heads, head_dim, latent), up, latent)
+        self.value_up = matrix(rngs, (heads, latent, head_dim), up, latent)
         self.out = matrix(
             rngs, (heads, head_dim, width), (*per_head, "embed"), heads * head_dim, out_gain
         )
@@ -59,12 +61,10 @@ class LatentAttention(nnx.Module):
         return self._finish(out)
 
     def extend(
-        self, x: Float[Array, "R n D"], step: Step, pool: Array, layer: int
-    ) -> tuple[Float[Array, "R n D"], Array]:
+        self, x: Float[Array, "R n D"], step: Step, pool: Tree, layer: int
+    ) -> tuple[Float[Array, "R n D"], Tree]:
         entries = self._entries(x)[:, : step.width]
-        pool = step.io.write_tokens(
-            pool, step.pages, layer, step.positions, step.n_valid, entries
-        )
+        pool = step.io.write_tokens(pool, step.pages, layer, step.positions, step.n_valid, entries)
         out = mla.attend_cached(
             self._queries(x),
             step.io.read_tokens(pool, step.pages, layer),
@@ -76,14 +76,26 @@ class LatentAttention(nnx.Module):
         return self._finish(out), pool
 
     def _entries(self, x: Array) -> Float[Array, "R L W"]:
-        down = jnp.dot(x, self.down[...])
+        down = project(x, self.down[...])
         return jnp.concatenate([self.norm(down[..., : self.latent]), down[..., self.latent :]], -1)
 
     def _queries(self, x: Array) -> Float[Array, "R L H W"]:
-        q = jnp.einsum("rld,dhk->rlhk", x, self.query[...])
-        absorbed = jnp.einsum("rlhk,chk->rlhc", q[..., : self.head_dim], self.key_up[...])
+        q = project(x, self.query[...])
+        absorbed = _per_head(q[..., : self.head_dim], self.key_up[...])
         return jnp.concatenate([absorbed, q[..., self.head_dim :]], -1)
 
     def _finish(self, out: Float[Array, "R L H C"]) -> Float[Array, "R L D"]:
-        values = jnp.einsum("rlhc,chv->rlhv", out, self.value_up[...])
-        return jnp.einsum("rlhv,hvd->rld", values, self.out[...])
+        values = _per_head(out, self.value_up[...])
+        return project(values, self.out[...], 2)
+
+
+def _per_head(x: Float[Array, "R L H A"], weight: Float[Array, "H A B"]) -> Float[Array, "R L H B"]:
+    """Each head through its own matrix.
+
+    Sequences take one product per row and head: with rows merged, the bits of XLA's CPU product
+    depend on their number. Single tokens are merged, for a copy of the weights per row costs more.
+    """
+    if x.shape[1] == 1:
+        return jnp.einsum("rlha,hab->rlhb", x, weight)
+    weight = jnp.broadcast_to(weight, (x.shape[0], *weight.shape))
+    return jnp.einsum("rhla,rhab->rhlb", x.swapaxes(1, 2), weight).swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""[P] Normalisations over the last axis."""
+"""[P] Normalisations over the last axis, whose bits do not depend on how many rows there are."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,29 @@ from models.layers.parameters import parameter
 from rl_jax.arrays import Array
 
 
+@jax.custom_vjp
+def fold_sum(x: Float[Array, "*B K"]) -> Float[Array, "*B 1"]:
+    """Sum over the last axis, halves added onto each other.
+
+    The order of additions is written out: XLA picks that of a reduction by the shape of the batch,
+    and a row would not come out the same alone and packed with others.
+    """
+    rest = []
+    while (width := x.shape[-1]) > 1:
+        half = width // 2
+        rest += [x[..., 2 * half :]] if width % 2 else []
+        x = x[..., :half] + x[..., half : 2 * half]
+    for odd in rest:
+        x = x + odd
+    return x
+
+
+fold_sum.defvjp(
+    lambda x: (fold_sum(x), x),
+    lambda x, gradient: (jnp.broadcast_to(gradient, x.shape),),
+)
+
+
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * scale (arXiv 1910.07467)."""
 
@@ -17,10 +40,10 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B width"]) -> Float[Array, "*B width"]:
-        mean = jnp.mean(x * x, -1, keepdims=True)
+        mean = fold_sum(x * x) * (1.0 / x.shape[-1])
         return x * jax.lax.rsqrt(mean + self.eps) * self.scale[...]
 
 
 def l2_normalise(x: Float[Array, "*B K"], eps: float = 1e-6) -> Float[Array, "*B K"]:
     """x / sqrt(sum(x^2) + eps); zeros stay zeros."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + eps)
+    return x * jax.lax.rsqrt(fold_sum(x * x) + eps)

@@ -1,4 +1,4 @@
-"""[P] The product of activations and a weight of any shape, with a backward pass that stays fast."""
+"""[P] The product of activations and a weight of any shape, with a fast backward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -7,24 +7,31 @@ from jaxtyping import Float
 from rl_jax.arrays import Array
 
 
-@jax.custom_vjp
-def project(x: Float[Array, "*B D"], weight: Float[Array, "D *F"]) -> Float[Array, "..."]:
-    """x @ weight over the last axis of `x` and the first of `weight`."""
-    return jnp.tensordot(x, weight, 1)
+def project(
+    x: Float[Array, "..."], weight: Float[Array, "..."], contracted: int = 1
+) -> Float[Array, "..."]:
+    """Sum over the last `contracted` axes of `x` and the first ones of `weight`."""
+    return _product(x, weight, contracted)
 
 
-def _forward(x, weight):
-    return project(x, weight), (x, weight)
+def _contract(x: Array, weight: Array, contracted: int) -> Array:
+    return jnp.tensordot(x, weight, contracted)
 
 
-def _backward(kept, gradient):
+def _forward(x, weight, contracted):
+    return _contract(x, weight, contracted), (x, weight)
+
+
+def _backward(contracted, kept, gradient):
     """The barriers keep XLA from fusing what made the operands into their transposition, which on
     the CPU costs ten times the product itself."""
     x, gradient = jax.lax.optimization_barrier((kept[0], gradient))
-    weight, batch = kept[1], tuple(range(x.ndim - 1))
-    features = tuple(range(1, weight.ndim))
-    into_x = jnp.tensordot(gradient, weight, (tuple(i + x.ndim - 2 for i in features), features))
+    weight, batch = kept[1], tuple(range(x.ndim - contracted))
+    features = tuple(range(contracted, weight.ndim))
+    outputs = tuple(len(batch) + i for i in range(len(features)))
+    into_x = jnp.tensordot(gradient, weight, (outputs, features))
     return into_x, jnp.tensordot(x, gradient, (batch, batch))
 
 
-project.defvjp(_forward, _backward)
+_product = jax.custom_vjp(_contract, nondiff_argnums=(2,))
+_product.defvjp(_forward, _backward)

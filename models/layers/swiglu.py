@@ -1,11 +1,11 @@
 """[P] Gated feed-forward layer."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float
 
 from models.layers.parameters import matrix
+from models.layers.projection import project
 from rl_jax.arrays import Array
 
 
@@ -18,5 +18,5 @@ class SwiGLU(nnx.Module):
         self.down = matrix(rngs, (hidden, width), ("mlp", "embed"), hidden, out_gain)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        return jnp.dot(jax.nn.silu(jnp.dot(x, self.gate[...])) * jnp.dot(x, self.up[...]),
-                       self.down[...])
+        hidden = jax.nn.silu(project(x, self.gate[...])) * project(x, self.up[...])
+        return project(hidden, self.down[...])

@@ -39,10 +39,6 @@ class Task(Section):
     """What the agent is trained on."""
 
     name: Annotated[str, AfterValidator(_task)] = "lookup"
-    hops_min: Count = 1
-    hops_max: Count = 6
-    heldout: Count = 256
-    """Questions kept out of training."""
     tool_latency_median_s: NonNegative = 0.02
     """Lognormal, p99 = 10 x median."""
 
@@ -221,10 +217,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _limits(self) -> "RunConfig":
-        task, trainer, sampler, rollout = self.task, self.trainer, self.sampler, self.rollout
+        trainer, sampler, rollout = self.trainer, self.sampler, self.rollout
         for key, value, limit_key, limit in (
-            ("task.hops_min", task.hops_min, "task.hops_max", task.hops_max),
-            ("evaluation.questions", self.evaluation.questions, "task.heldout", task.heldout),
             ("sampler.max_context", sampler.max_context, "trainer.row_length", trainer.row_length),
             (
                 "rollout.max_new_tokens", rollout.max_new_tokens,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from rl_jax.trajectories.types import RolloutKey, Segment
 
@@ -55,6 +55,7 @@ class RequestFailed(Exception):
     """The sampler gave this request up (its logits were not finite); others are not affected."""
 
 
+@runtime_checkable
 class SamplerClient(Protocol):
     """Sequences that grow request by request, each keeping its cache between requests."""
 
@@ -63,7 +64,11 @@ class SamplerClient(Protocol):
         ...
 
     async def generate(self, sequence: int, request: Request) -> Completion:
-        """Raises RequestFailed where the request was given up."""
+        """Raises RequestFailed where the request was given up; the sequence takes no other then.
+
+        Where the context has no room for the new tokens and one more, none is added and the
+        completion is empty.
+        """
         ...
 
     def segments(self, sequence: int) -> tuple[Segment, ...]:

@@ -37,7 +37,10 @@ class Session:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         await self._sampler.close(self._sequence)
 
@@ -54,7 +57,10 @@ class Session:
         self._versions += [NOT_SAMPLED] * len(ids)
 
     async def generate(self, max_new_tokens: int) -> Completion:
-        """Samples one assistant turn after everything appended so far."""
+        """Samples one assistant turn after everything appended so far.
+
+        Where the context has no room for that, nothing is sampled and the log ends before it.
+        """
         request = Request(
             new_tokens=tuple(self._tokens[self._sent :]),
             max_new_tokens=max_new_tokens,
@@ -63,6 +69,9 @@ class Session:
             training=self._training,
         )
         completion = await self._sampler.generate(self._sequence, request)
+        if not completion.tokens:
+            for log in (self._tokens, self._logprobs, self._versions):
+                del log[self._sent :]
         self._tokens += completion.tokens
         self._logprobs += completion.logprobs
         self._versions += completion.versions

@@ -12,7 +12,8 @@ def policy_gradient() -> LossTransform:
 
     def apply(scores: Scores, terms: Terms) -> tuple[Terms, Metrics]:
         weight = jax.lax.stop_gradient(terms.factor * scores.advantages)
-        loss = -weight * jnp.where(scores.mask, scores.current, 0.0)
+        kept = scores.mask & (weight != 0)  # 0 x -inf would be nan
+        loss = -weight * jnp.where(kept, scores.current, 0.0)
         sampled = scores.mask.astype(jnp.float32)
         metrics = {"policy/neg_logprob": Mean.of(-scores.current, sampled)}
         return terms._replace(loss=terms.loss + loss), metrics

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from rl_jax.losses.types import LossTransform, Metrics, Scores, Terms, stateless
+from rl_jax.metrics import names
 from rl_jax.metrics.states import Mean
 
 
@@ -20,7 +21,7 @@ def current_over_behavior() -> LossTransform:
         log_ratio = jnp.where(scores.mask, log_ratio, 0.0)
         sampled = scores.mask.astype(jnp.float32)
         metrics = {
-            "ratio/mean": Mean.of(jnp.exp(log_ratio), sampled),
+            names.RATIO_MEAN: Mean.of(jnp.exp(log_ratio), sampled),
             "ratio/log_abs": Mean.of(jnp.abs(log_ratio), sampled),
         }
         return terms._replace(log_ratio=log_ratio, factor=jnp.exp(log_ratio)), metrics
@@ -46,6 +47,7 @@ def two_sided_mask(eps_low: float, eps_high: float) -> LossTransform:
         factor = jnp.where(below | above, 0.0, terms.factor)
         sampled = scores.mask.astype(jnp.float32)
         metrics = {
+            names.MASKED_SHARE: Mean.of((below | above).astype(jnp.float32), sampled),
             "mask/below": Mean.of(below.astype(jnp.float32), sampled),
             "mask/above": Mean.of(above.astype(jnp.float32), sampled),
         }

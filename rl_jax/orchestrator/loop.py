@@ -23,7 +23,7 @@ from rl_jax.orchestrator.state import (
 )
 from rl_jax.queues.base import Queue
 from rl_jax.tasks.base import Prompt, Task
-from rl_jax.trajectories.types import NOT_SAMPLED, RolloutKey, Status, Trajectory
+from rl_jax.trajectories.types import NOT_SAMPLED, Group, RolloutKey, Status, Trajectory
 
 
 class Orchestrator:
@@ -64,7 +64,7 @@ class Orchestrator:
                 yield min(versions)
 
     async def run(self) -> None:
-        """Until cancelled. A fault of a rollout's program ends it; a broken environment does not."""
+        """Until cancelled. A fault of a program ends it, the failure of an environment does not."""
         async with asyncio.TaskGroup() as rollouts:
             self._events.put_nowait(Begin())
             while True:
@@ -85,7 +85,7 @@ class Orchestrator:
                 self._forget(discard.prompt)
                 await self._on_discard(discard)
 
-    async def _put(self, group) -> None:
+    async def _put(self, group: Group) -> None:
         await self._queue.put(group, timeout=self._put_timeout)
 
     def _forget(self, prompt: int) -> None:

@@ -1,13 +1,14 @@
 """[H] One rollout: the policy speaks, tools answer, a verifier scores the end.
 
-A tool that fails or never answers ends the rollout as failed, with the reason; nothing else does.
+A tool that fails or never answers ends the rollout as failed, with the reason, and so does a
+request that the sampler gave up; every other exception is a fault of the program.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rl_jax.gateway.protocol import Finish, RequestFailed, SamplerClient
+from rl_jax.gateway.protocol import Completion, Finish, RequestFailed, SamplerClient
 from rl_jax.gateway.renderer import Renderer
 from rl_jax.gateway.session import Session
 from rl_jax.tasks.base import Episode, Message, Prompt, Task, TaskError, ToolCall
@@ -55,9 +56,22 @@ async def run_rollout(
         except (TaskError, TimeoutError) as error:
             return session.trajectory(Status.FAILED, None, reason=_reason("open", error, limits))
         try:
-            return await _converse(session, episode, prompt, renderer, limits)
+            ended = await _converse(session, episode, prompt, renderer, limits)
         finally:
+            broken = await _close(episode, limits)
+        if broken:
+            return session.trajectory(Status.FAILED, None, reason=broken, turns=ended.turns)
+        return ended
+
+
+async def _close(episode: Episode, limits: RolloutLimits) -> str:
+    """Why the episode could not be closed; empty where it was."""
+    try:
+        async with asyncio.timeout(limits.tool_deadline_s):
             await episode.close()
+    except (TaskError, TimeoutError) as error:
+        return _reason("close", error, limits)
+    return ""
 
 
 async def _converse(
@@ -67,14 +81,13 @@ async def _converse(
     session.append(renderer.prompt(messages))
     for turn in range(1, limits.max_turns + 1):
         try:
-            async with asyncio.timeout(limits.request_deadline_s):
-                completion = await session.generate(limits.max_new_tokens)
+            completion = await _sample(session, limits)
         except RequestFailed as error:
             return session.trajectory(Status.FAILED, None, reason=str(error), turns=turn)
-        messages.append(renderer.parse(completion.tokens))
-        calls = messages[-1].get("tool_calls") or []
         if completion.finish is Finish.LENGTH:
             return session.trajectory(Status.TRUNCATED, 0.0, reason="token limit", turns=turn)
+        messages.append(renderer.parse(completion.tokens))
+        calls = messages[-1].get("tool_calls") or []
         try:
             if not calls:
                 async with asyncio.timeout(limits.tool_deadline_s):
@@ -91,12 +104,21 @@ async def _converse(
     return session.trajectory(Status.TRUNCATED, 0.0, reason="turn limit", turns=limits.max_turns)
 
 
+async def _sample(session: Session, limits: RolloutLimits) -> Completion:
+    try:
+        async with asyncio.timeout(limits.request_deadline_s):
+            return await session.generate(limits.max_new_tokens)
+    except TimeoutError:
+        seconds = limits.request_deadline_s
+        raise TimeoutError(f"the sampler has not answered a request in {seconds:g} s") from None
+
+
 async def _answer(episode: Episode, call: ToolCall, limits: RolloutLimits) -> Message:
     async with asyncio.timeout(limits.tool_deadline_s):
         return {"role": "tool", "content": await episode.call(call)}
 
 
 def _reason(what: str, error: Exception, limits: RolloutLimits) -> str:
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) and not str(error):
         return f"{what}: no answer in {limits.tool_deadline_s:g} s"
     return f"{what}: {error}"

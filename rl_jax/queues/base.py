@@ -5,7 +5,7 @@ given to `get`. tests/queues/ holds each implementation to what is written here.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rl_jax.staleness import Admit
 from rl_jax.trajectories.types import Group
@@ -27,6 +27,7 @@ class QueueClosed(RuntimeError):
     """No further group will come."""
 
 
+@runtime_checkable
 class Queue(Protocol):
     """Bounded; every wait ends by its timeout (`TimeoutError`), by `fail` or by `close`."""
 

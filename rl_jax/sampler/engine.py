@@ -12,6 +12,7 @@ from rl_jax import rng
 from rl_jax.arrays import CHUNK, Tree
 from rl_jax.dispatch import Dispatcher
 from rl_jax.gateway.protocol import Completion, Finish, Request, RequestFailed
+from rl_jax.sampler.layout import Pages
 from rl_jax.sampler.page_table import PageTable
 from rl_jax.sampler.programs import Programs, step_inputs
 from rl_jax.sampler.sampling import Sampled
@@ -62,19 +63,16 @@ class Engine:
         self._staged: _Staged | None = None
         self._wake = asyncio.Event()
         self._error: BaseException | None = None
+
     @property
     def max_context(self) -> int:
         """Tokens a sequence can hold."""
         return self._layout.token_pages * CHUNK
 
     async def open(self, key: RolloutKey) -> int:
-        """A new sequence in the data shard with most free pages; waits while there is none."""
-        while True:
-            self._check()
-            shard = max(range(self._layout.data), key=self._pages.free)
-            row = self._pages.open(shard)
-            if row is not None:
-                break
+        """A new sequence in the data shard with most room; waits while there is none."""
+        self._check()
+        while (row := self._pages.open(self._roomiest_shard())) is None:
             self._waiting.append(asyncio.get_running_loop().create_future())
             await self._waiting[-1]
         number = next(self._ids)
@@ -82,22 +80,29 @@ class Engine:
         return number
 
     async def generate(self, sequence: int, request: Request) -> Completion:
-        """One request of a sequence; at most one at a time."""
+        """One request of a sequence; at most one at a time, none after one that failed or was
+        cancelled. Where the context has no room, nothing is added or sampled."""
         self._check()
         own = self._sequences[sequence]
-        if own.running:
-            raise ValueError(f"sequence {own.key} has a request under way")
-        own.tokens += request.new_tokens
-        if not own.tokens:
+        if own.running or own.ended:
+            state = "under way" if own.running else "that failed or was cancelled"
+            raise ValueError(f"sequence {own.key} has a request {state}")
+        length = len(own.tokens) + len(request.new_tokens)
+        if not length:
             raise ValueError(f"sequence {own.key} is empty: nothing to sample after")
-        if len(own.tokens) >= self.max_context:
-            return Running(request, (0, 0)).completion(Finish.LENGTH)
-        own.running = Running(request, rng.stream(own.key, own.requests))
+        running = Running(request, rng.stream(own.key, own.requests))
+        if length >= self.max_context:
+            return running.completion(Finish.LENGTH)
+        own.tokens += request.new_tokens
+        own.running = running
         own.requests += 1
         done = self._done[sequence] = asyncio.get_running_loop().create_future()
         self._wake.set()
         try:
             return await done
+        except BaseException:
+            own.ended = True
+            raise
         finally:
             own.running = None
             self._done.pop(sequence, None)
@@ -109,14 +114,12 @@ class Engine:
         own = self._sequences.pop(sequence, None)
         if own is None:
             return
-        if own.poisoned and self._error is None:
-            await self._clear_pages(own)
         self._pages.release(own.row)
-        while self._waiting:
-            waiter = self._waiting.popleft()
+        # All of them: one that is cancelled as it wakes must not keep the others waiting.
+        for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
-                break
+        self._waiting.clear()
 
     async def swap(self, weights: Weights) -> None:
         """Returns when `weights`, or newer ones, sample.
@@ -145,27 +148,34 @@ class Engine:
 
     async def _advance(self) -> None:
         self._swap_if_staged()
-        draining = bool(self._staged)
+        draining = self._staged is not None
         step = plan(self._sequences.values(), self._shapes, draining=draining)
         if step is None:
             self._wake.clear()
             await self._wake.wait()
             return
         for sequence, count in zip(step.rows, step.counts, strict=True):
-            if sequence and not self._pages.grow(sequence.row, sequence.cached + count):
-                raise RuntimeError(f"no page left for {sequence.key}: the pool is smaller than planned")
+            if sequence:
+                self._pages.grow(sequence.row, sequence.cached + count)
         weights, inputs = self.weights, step_inputs(step, self._layout)
-        self._pool, sampled = await self._dispatcher.run(
-            self._execute, step.width, weights.params, self._pool, inputs
-        )
+        _, sampled = await self._dispatcher.run(self._execute, step.width, weights.params, inputs)
         self.steps += 1
         self._absorb(step, sampled, weights.version)
+        for index, sequence in enumerate(step.rows):
+            if sequence and not sampled.finite[index]:
+                await self._dispatcher.run(self._clear, sequence.row.shard, inputs.pages, index)
 
-    def _execute(
-        self, width: int, params: Tree, pool: jax.Array, inputs: StepInputs
-    ) -> tuple[jax.Array, Sampled]:
-        pool, sampled = self._programs.steps[width](params, pool, inputs)
-        return pool, jax.device_get(sampled)
+    # Both run on the dispatcher's thread: whatever comes next there finds the pool they leave.
+
+    def _execute(self, width: int, params: Tree, inputs: StepInputs) -> tuple[jax.Array, Sampled]:
+        self._pool, sampled = self._programs.steps[width](params, self._pool, inputs)
+        return self._pool, jax.device_get(sampled)
+
+    def _clear(self, shard: int, pages: Pages, index: int) -> jax.Array:
+        """Zeroes the pages that row `index` had in a step; its sequence may be closed by now."""
+        own = np.concatenate([np.ravel(pages.tokens[index]), np.ravel(pages.states[index])])
+        self._pool = self._programs.clear(self._pool, np.int32(shard), own)
+        return self._pool
 
     def _swap_if_staged(self) -> None:
         if self._staged is None or (self._drains and self._busy()):
@@ -191,7 +201,6 @@ class Engine:
                 continue
             sequence.running.started = True
             if not sampled.finite[index]:
-                sequence.poisoned = True
                 self._finish(sequence, RequestFailed(f"logits not finite: {sequence.key}"))
             elif not sequence.uncached:
                 self._take(sequence, sampled, index, version)
@@ -223,20 +232,12 @@ class Engine:
         else:
             done.set_result(result)
 
-    async def _clear_pages(self, sequence: Sequence) -> None:
-        pages = np.array(sequence.row.owned(), np.int32)
-        padded = np.zeros(self._layout.pages_per_sequence, np.int32)
-        padded[: len(pages)] = pages
-
-        def clear() -> jax.Array:
-            self._pool = self._programs.clear(self._pool, np.int32(sequence.row.shard), padded)
-            return self._pool
-
-        await self._dispatcher.run(clear)
+    def _roomiest_shard(self) -> int:
+        return max(range(self._layout.data), key=self._pages.room)
 
     def _check(self) -> None:
         if self._error is not None:
-            raise RuntimeError("the sampler has stopped") from self._error
+            raise _stopped(self._error)
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
@@ -245,4 +246,10 @@ class Engine:
             waiters += self._staged.waiters
         for waiter in waiters:
             if not waiter.done():
-                waiter.set_exception(RuntimeError(f"the sampler has stopped: {error!r}"))
+                waiter.set_exception(_stopped(error))
+
+
+def _stopped(error: BaseException) -> RuntimeError:
+    stopped = RuntimeError(f"the sampler has stopped: {error!r}")
+    stopped.__cause__ = error
+    return stopped

@@ -1,12 +1,12 @@
 """[P] Pages: the pool, what a page holds, and the only functions that read and write it.
 
-The pool is uint32[data, tensor, pages, words]: raw bits, so no NaN pattern of a state is ever touched
-by arithmetic. All pages have one size and one allocator, whatever they hold:
+The pool is uint32[data, tensor, pages, words]: raw bits, so no NaN pattern of a state is ever
+touched by arithmetic. All pages have one size and one allocator, whatever they hold:
 
 - a *token page* holds 64 tokens x width of one layer (MLA latents), the same in every tensor rank;
-- a *state page* holds whole heads of one layer, head by head: state, then convolution tail. Rank t of
-  the tensor axis holds heads [t * H/T, (t + 1) * H/T) under the same page id, so a head's bytes are
-  self-contained and another tensor degree is a re-layout of whole heads.
+- a *state page* holds whole heads of one layer, head by head: state, then convolution tail. Rank t
+  of the tensor axis holds heads [t * H/T, (t + 1) * H/T) under the same page id, so a head's bytes
+  are self-contained and another tensor degree is a re-layout of whole heads.
 
 Page 0 is the null page: idle rows and padding write there and nobody reads it.
 """
@@ -78,8 +78,8 @@ def make_layout(
 ) -> Layout:
     """A pool for `sequences` sequences of `max_context` tokens, split over `data` shards.
 
-    Raises ValueError where heads or sequences do not divide over the mesh, or where `max_context` is
-    not a multiple of 64.
+    Raises ValueError where heads or sequences do not divide over the mesh, or where `max_context`
+    is not a multiple of 64.
     """
     if max_context % CHUNK:
         raise ValueError(f"max_context must be a multiple of {CHUNK}, got {max_context}")
@@ -176,7 +176,7 @@ def clear_pages(pool: Pool, shard: Array, pages: Int[Array, "n"]) -> Pool:
 def _state_table(layout: Layout, pages: Pages, layer: int) -> Array:
     counts = [layout.state_pages(i) for i in range(layer + 1)]
     start = sum(counts[:-1])
-    return pages.states[:, start : start + counts[-1]]
+    return jnp.asarray(pages.states)[:, start : start + counts[-1]]
 
 
 def _floats(bits: Array) -> Float[Array, "..."]:

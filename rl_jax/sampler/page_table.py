@@ -27,48 +27,56 @@ class PageRow(NamedTuple):
 
 
 class PageTable:
-    """Free pages of every data shard. A sequence's pages are its own until it is released."""
+    """Free pages of every data shard. A sequence's pages are its own until it is released.
+
+    A shard takes no more sequences than it has pages for at the longest context, so an open one can
+    always grow.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._free = [list(range(layout.pages - 1, NULL_PAGE, -1)) for _ in range(layout.data)]
+        self._room = [(layout.pages - 1) // layout.pages_per_sequence] * layout.data
         self._state_pages = sum(layout.state_pages(i) for i in range(len(layout.spec.states)))
+
+    def room(self, shard: int) -> int:
+        """Sequences that a shard can still take."""
+        return self._room[shard]
 
     def free(self, shard: int) -> int:
         """Free pages of a shard."""
         return len(self._free[shard])
 
     def open(self, shard: int) -> PageRow | None:
-        """State pages for a new sequence; None where the shard has too few."""
-        pages = self._take(shard, self._state_pages)
-        if pages is None:
+        """State pages for a new sequence; None where the shard has no room."""
+        if not self._room[shard]:
             return None
+        self._room[shard] -= 1
         shape = (len(self._layout.spec.tokens), self._layout.token_pages)
-        return PageRow(shard, np.full(shape, NULL_PAGE, np.int32), np.array(pages, np.int32))
+        states = np.array(self._take(shard, self._state_pages), np.int32)
+        return PageRow(shard, np.full(shape, NULL_PAGE, np.int32), states)
 
-    def grow(self, row: PageRow, tokens: int) -> bool:
-        """Allocates token pages so that the sequence can hold `tokens`; False where none is left."""
-        layers = row.tokens.shape[0]
-        for index in range(-(-tokens // CHUNK)):
-            if not layers or row.tokens[0, index] != NULL_PAGE:
-                continue
-            pages = self._take(row.shard, layers)
-            if pages is None:
-                return False
-            row.tokens[:, index] = pages
-        return True
+    def grow(self, row: PageRow, tokens: int) -> None:
+        """Allocates token pages so that the sequence can hold `tokens`.
+
+        Raises ValueError for more than the longest context.
+        """
+        need = -(-tokens // CHUNK)
+        if need > self._layout.token_pages:
+            raise ValueError(f"{tokens} tokens exceed {self._layout.token_pages} pages of {CHUNK}")
+        for layer in row.tokens:
+            held = int(np.count_nonzero(layer))
+            layer[held:need] = self._take(row.shard, max(need - held, 0))
 
     def release(self, row: PageRow) -> None:
         """Gives every page of the sequence back; the row must not be used again."""
         self._free[row.shard].extend(row.owned())
+        self._room[row.shard] += 1
         row.tokens[:] = NULL_PAGE
         row.states[:] = NULL_PAGE
 
-    def _take(self, shard: int, count: int) -> list[int] | None:
-        free = self._free[shard]
-        if len(free) < count:
-            return None
-        return [free.pop() for _ in range(count)]
+    def _take(self, shard: int, count: int) -> list[int]:
+        return [self._free[shard].pop() for _ in range(count)]
 
 
 def table_of(rows: list[PageRow | None], layout: Layout) -> Pages:

@@ -20,20 +20,28 @@ class Sampled(NamedTuple):
 def sample(
     logits: Float[Array, "R V"], temperature: Float[Array, " R"], uniforms: Float[Array, " R"]
 ) -> Sampled:
-    """Draws by inversion: the first token whose cumulative probability exceeds the uniform.
+    """Draws by inversion: the first token that the cumulative probability passes the uniform at.
 
     Temperature 0 is greedy (first maximum) and reports the log-probability under temperature 1.
     """
     greedy = temperature <= 0.0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     logprobs = jax.nn.log_softmax(scaled, axis=-1)
-    cumulative = jnp.cumsum(jnp.exp(logprobs), axis=-1)
-    drawn = jnp.sum(cumulative <= uniforms[:, None] * cumulative[:, -1:], axis=-1)
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn)
-    tokens = jnp.minimum(tokens, logits.shape[-1] - 1).astype(jnp.int32)
+    drawn = _invert(jnp.exp(logprobs), uniforms[:, None])
+    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
 
     def pick(table: Array) -> Array:
         return jnp.take_along_axis(table, tokens[:, None], axis=-1)[:, 0]
 
     raw = pick(jax.nn.log_softmax(logits, axis=-1))
     return Sampled(tokens, pick(logprobs), raw, jnp.isfinite(logits).all(axis=-1))
+
+
+def _invert(probabilities: Float[Array, "R V"], uniforms: Float[Array, "R 1"]) -> Int[Array, " R"]:
+    """The prefix sum runs as a tree, so it may fall or rise by a rounding error where a probability
+    is 0: such a token is passed over, and the last possible one answers where none exceeds."""
+    cumulative = jnp.cumsum(probabilities, axis=-1)
+    possible = probabilities > 0
+    beyond = possible & (cumulative > uniforms * cumulative[:, -1:])
+    last = probabilities.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
+    return jnp.where(beyond.any(axis=-1), jnp.argmax(beyond, axis=-1), last)

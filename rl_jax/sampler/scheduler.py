@@ -51,7 +51,8 @@ class Sequence:
     segments: list[Segment] = field(default_factory=list)
     requests: int = 0
     running: Running | None = None
-    poisoned: bool = False
+    ended: bool = False
+    """A request of it failed or was given up, so its log is not what its client knows: no more."""
 
     @property
     def uncached(self) -> int:
@@ -114,12 +115,19 @@ def plan(sequences: Iterable[Sequence], shapes: Shapes, *, draining: bool = Fals
 
 
 def _prefill(waiting: list[Sequence], shapes: Shapes) -> Plan:
-    """The smallest compiled length that takes all the oldest sequence needs, filled with others."""
-    largest = shapes.prefill_tokens[-1]
-    need = min(step_size(waiting[0], largest), largest)
-    width = next(n for n in shapes.prefill_tokens if n >= need)
-    fitting = [s for s in waiting if step_size(s, largest) <= width]
-    return _rows(fitting, shapes.prefill_rows, width, shapes.shards)
+    """The oldest sequence and all that take the same compiled length.
+
+    A sequence's length depends on nothing but itself, so load never changes what is computed.
+    """
+    width = _width(waiting[0], shapes)
+    alike = [s for s in waiting if _width(s, shapes) == width]
+    return _rows(alike, shapes.prefill_rows, width, shapes.shards)
+
+
+def _width(sequence: Sequence, shapes: Shapes) -> int:
+    """The smallest compiled length that takes all it may take next."""
+    need = step_size(sequence, shapes.prefill_tokens[-1])
+    return next(n for n in shapes.prefill_tokens if n >= need)
 
 
 def step_size(sequence: Sequence, width: int) -> int:

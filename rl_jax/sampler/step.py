@@ -39,14 +39,13 @@ def make_sample_step(model: Model, io: CacheIO, seed: int) -> SampleStep:
     """
 
     def step(params: Tree, pool: Pool, inputs: StepInputs) -> tuple[Pool, Sampled]:
-        hidden, pool = model.extend(
-            params, inputs.tokens, inputs.n_valid, inputs.positions, inputs.pages, pool, io
-        )
-        last = jnp.maximum(inputs.n_valid - 1, 0)
+        tokens, n_valid, positions = map(jnp.asarray, inputs[:3])
+        hidden, pool = model.extend(params, tokens, n_valid, positions, inputs.pages, pool, io)
+        last = jnp.maximum(n_valid - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
         logits = model.head(params, hidden, jnp.int32(0), model.vocab_size)
         key = rng.base(seed, rng.Purpose.SAMPLE)
-        uniforms = rng.uniforms(key, inputs.streams, inputs.positions + inputs.n_valid)
-        return pool, sample(logits, inputs.temperature, uniforms)
+        uniforms = rng.uniforms(key, jnp.asarray(inputs.streams), positions + n_valid)
+        return pool, sample(logits, jnp.asarray(inputs.temperature), uniforms)
 
     return jax.named_call(step, name="sample_step")

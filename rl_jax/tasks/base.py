@@ -1,15 +1,15 @@
 """[N] What a task is to the orchestrator: prompts, tools, a verifier.
 
 A task speaks in chat messages, never in token ids; the gateway's renderer turns messages into ids.
-Messages are the OpenAI chat form: {"role": "system" | "user" | "assistant" | "tool", "content": str}
-with, on an assistant message, "tool_calls": [{"name": str, "arguments": str}] where `arguments` is the
-raw string that the model emitted.
+Messages are the OpenAI chat form: {"role": "system" | "user" | "assistant" | "tool", "content":
+str} with, on an assistant message, "tool_calls": [{"name": str, "arguments": str}] where
+`arguments` is the raw string that the model emitted.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rl_jax.trajectories.types import RolloutKey
 
@@ -22,18 +22,19 @@ class ToolCall(NamedTuple):
 
 
 class TaskError(Exception):
-    """The environment broke: a tool failed or died. The rollout ends as failed, with this reason."""
+    """The environment broke: a tool failed or died. Ends the rollout as failed, for this reason."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem; `index` numbers it within its split, `payload` is the task's own JSON-able data."""
+    """One problem; `index` numbers it within its split, `payload` is the task's own, JSON-able."""
 
     index: int
     messages: tuple[Message, ...]
     payload: Mapping[str, Any]
 
 
+@runtime_checkable
 class Episode(Protocol):
     """One rollout's environment. Closed exactly once, however the rollout ends."""
 
@@ -49,6 +50,7 @@ class Episode(Protocol):
     def close(self) -> Awaitable[None]: ...
 
 
+@runtime_checkable
 class Task(Protocol):
     """A task family bound to one split of its data; `name` keys random streams and metrics."""
 

@@ -1,4 +1,4 @@
-"""[N] From groups to the arrays of one optimizer step: packed rows in microbatches of fixed shape."""
+"""[N] From groups to the arrays of an optimizer step: packed rows, microbatches of fixed shape."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rl_jax.arrays import CHUNK, AnyArray, round_up
-
 from rl_jax.losses.types import Reduction
 from rl_jax.masking import PADDING
 from rl_jax.trajectories.packing import Place, pack
@@ -74,17 +73,19 @@ def build_batch(
     rows_used = 1 + max((p.row for p in places), default=-1)
     count = round_up(rows_used, shape.rows) // shape.rows
     if count > shape.microbatches:
-        raise ValueError(f"{rows_used} rows exceed {shape.microbatches} microbatches of {shape.rows}")
+        raise ValueError(
+            f"{rows_used} rows exceed {shape.microbatches} microbatches of {shape.rows}"
+        )
     batch = empty_batch(shape)
-    weights = reduction(trajectories)
-    for number, (trajectory, place) in enumerate(zip(trajectories, places, strict=True)):
-        _place(batch, number, trajectory, place, published_version, shape)
+    rows = zip(trajectories, places, advantages, reduction(trajectories), strict=True)
+    for number, (trajectory, place, advantage, weight) in enumerate(rows):
         cut = _where(place, len(trajectory.tokens), shape)
-        batch.advantages[cut] = advantages[number]
-        batch.weights[cut] = weights[number]
+        _fill(batch, cut, number, trajectory, published_version)
+        batch.advantages[cut] = advantage
+        batch.weights[cut] = weight
     filled = sum(len(t.tokens) for t in trajectories)
     padding = 1.0 - filled / max(1, count * shape.rows * shape.row_length)
-    return batch._replace(count=np.int32(count)), padding
+    return batch._replace(count=np.array(count, np.int32)), padding
 
 
 def locate(batch: Batch, microbatch: int, row: int, column: int) -> int:
@@ -92,7 +93,10 @@ def locate(batch: Batch, microbatch: int, row: int, column: int) -> int:
     return int(batch.segment_ids[microbatch, row, column])
 
 
-def _where(place: Place, length: int, shape: Shape) -> tuple[int, int, slice]:
+Cut = tuple[int, int, slice]
+
+
+def _where(place: Place, length: int, shape: Shape) -> Cut:
     microbatch, row = divmod(place.row, shape.rows)
     return microbatch, row, slice(place.start, place.start + length)
 
@@ -113,17 +117,13 @@ def empty_batch(shape: Shape) -> Batch:
         weights=full(0, np.float32),
         temperature=full(1, np.float32),
         lag=full(0, np.int32),
-        count=np.int32(0),
+        count=np.zeros((), np.int32),
     )
 
 
-def _place(
-    batch: Batch, number: int, trajectory: Trajectory, place: Place, published: int, shape: Shape
-) -> None:
-    length = len(trajectory.tokens)
-    cut = _where(place, length, shape)
+def _fill(batch: Batch, cut: Cut, number: int, trajectory: Trajectory, published: int) -> None:
     batch.tokens[cut] = trajectory.tokens
-    batch.positions[cut] = np.arange(length)
+    batch.positions[cut] = np.arange(len(trajectory.tokens))
     batch.segment_ids[cut] = number
     batch.mask[cut] = trajectory.loss_mask
     batch.behavior[cut] = trajectory.behavior_logprobs

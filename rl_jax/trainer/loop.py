@@ -1,8 +1,8 @@
 """[H] The trainer program: batches from the queue, updates, a push every K updates.
 
-It knows neither samplers nor the journal; what others must hear is in `Hooks`. It crashes on a fault
-of its own: a step that is not finite is not applied, its batch is saved, and the error names the
-tensor and the trajectory.
+It knows neither samplers nor the journal; what others must hear is in `Hooks`. It crashes on a
+fault of its own: a step that is not finite is not applied, its batch is saved, and the error names
+the tensor and the trajectory.
 """
 
 import asyncio
@@ -23,10 +23,9 @@ from rl_jax.metrics import names
 from rl_jax.queues.base import Queue
 from rl_jax.staleness import Admit
 from rl_jax.trainer.batches import Batch, Shape, build_batch, locate
-from rl_jax.trainer.step import StepReport, TrainStep
 from rl_jax.trainer.state import TrainState
+from rl_jax.trainer.step import StepReport, TrainStep
 from rl_jax.trajectories.types import Group, Trajectory
-
 
 Audit = Callable[[Tree, Batch, np.int32], tuple[jax.Array, jax.Array]]
 """(params, one microbatch, lag) -> (max |behavior - logprob|, tokens) over tokens of that lag."""
@@ -114,7 +113,7 @@ async def train(
     shuffle_seed: int | None = None,
     save_bad_batch: Path,
 ) -> TrainState:
-    """Runs `schedule.updates` updates. `shuffle_seed` permutes rewards within each batch: a control.
+    """Runs `schedule.updates` updates. `shuffle_seed` permutes each batch's rewards: a control.
 
     Raises NotFinite, TimeoutError where the queue or a step exceeds its deadline, and what the
     queue raises where another program failed.
@@ -149,13 +148,14 @@ async def train(
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int, update: int) -> list[Group]:
-    """The groups with rewards permuted among the batch's valid rollouts; copies follow originals."""
+    """The groups, rewards permuted among the batch's valid rollouts; copies follow originals."""
     keys = [m.key for g in groups for m in g.members if m.copy_of is None]
     rewards = {m.key: m.reward for g in groups for m in g.members}
     order = rng.host(seed, rng.Purpose.SHUFFLE, update).permutation(len(keys))
     moved = {key: rewards[keys[other]] for key, other in zip(keys, order, strict=True)}
     return [
-        replace(g, members=tuple(replace(m, reward=moved[m.key]) for m in g.members)) for g in groups
+        replace(g, members=tuple(replace(m, reward=moved[m.key]) for m in g.members))
+        for g in groups
     ]
 
 
@@ -181,7 +181,7 @@ def _metrics(
     return computed | {
         names.LOSS: float(report.loss),
         names.GRAD_NORM: float(report.grad_norm),
-        names.REWARD: float(np.mean([m.reward for m in originals])),
+        names.REWARD: float(np.mean([m.reward for m in originals if m.reward is not None])),
         names.LAG_MEAN: float(lag.mean()) if lag.size else 0.0,
         names.LAG_MAX: float(lag.max(initial=0)),
         names.TRAINED_TOKENS: float(sum(int(m.loss_mask.sum()) for m in originals)),
@@ -205,6 +205,6 @@ def _check_finite(
         number = locate(batch, microbatch, row, int(report.bad_column[microbatch, row]))
         culprit = f"trajectory {members[number].key}"
     raise NotFinite(
-        f"update not applied: gradient of {bad[0] if bad else 'the loss'} is not finite, "
+        f"update not applied: {f'the gradient of {bad[0]}' if bad else 'the loss'} is not finite, "
         f"{culprit}; the batch is in {save_to}"
     )

@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from rl_jax.arrays import Tree
+from rl_jax.arrays import AnyArray, Array, Tree
 from rl_jax.masking import align_to_predicted, next_token
 from rl_jax.model import Model
 
@@ -12,17 +12,17 @@ from rl_jax.model import Model
 def token_logprobs(
     model: Model,
     params: Tree,
-    tokens: Int[Array, "R L"],
-    positions: Int[Array, "R L"],
-    segment_ids: Int[Array, "R L"],
-    temperature: Float[Array, "R L"],
+    tokens: Int[AnyArray, "R L"],
+    positions: Int[AnyArray, "R L"],
+    segment_ids: Int[AnyArray, "R L"],
+    temperature: Float[AnyArray, "R L"],
     *,
     vocab_chunk: int,
 ) -> Float[Array, "R L"]:
     """log p(token t | tokens before t of its segment) in float32, at position t.
 
-    Logits are divided by `temperature` of the predicted token. `vocab_chunk` divides the vocabulary;
-    column 0 and the first token of every segment hold meaningless numbers that masks must hide.
+    Logits are divided by the predicted token's `temperature`. `vocab_chunk` divides the vocabulary.
+    Column 0 and the first token of every segment hold meaningless numbers that masks must hide.
     """
     hidden = model.forward(params, tokens, positions, segment_ids)
     scores = chunked_logprobs(
@@ -31,7 +31,7 @@ def token_logprobs(
     return align_to_predicted(scores)
 
 
-def next_token_temperature(temperature: Float[Array, "R L"]) -> Float[Array, "R L"]:
+def next_token_temperature(temperature: Float[AnyArray, "R L"]) -> Float[Array, "R L"]:
     """The temperature of the token that each position predicts."""
     return jnp.roll(temperature, -1, axis=1)
 
@@ -40,8 +40,8 @@ def chunked_logprobs(
     model: Model,
     params: Tree,
     hidden: Float[Array, "R L D"],
-    targets: Int[Array, "R L"],
-    temperature: Float[Array, "R L"],
+    targets: Int[AnyArray, "R L"],
+    temperature: Float[AnyArray, "R L"],
     vocab_chunk: int,
 ) -> Float[Array, "R L"]:
     """Log-softmax at `targets`, the vocabulary taken in chunks with a running log-sum-exp."""
@@ -70,12 +70,12 @@ def chunked_logprobs(
 def audit(
     model: Model,
     params: Tree,
-    tokens: Int[Array, "R L"],
-    positions: Int[Array, "R L"],
-    segment_ids: Int[Array, "R L"],
-    temperature: Float[Array, "R L"],
-    behavior: Float[Array, "R L"],
-    fresh: Bool[Array, "R L"],
+    tokens: Int[AnyArray, "R L"],
+    positions: Int[AnyArray, "R L"],
+    segment_ids: Int[AnyArray, "R L"],
+    temperature: Float[AnyArray, "R L"],
+    behavior: Float[AnyArray, "R L"],
+    fresh: Bool[AnyArray, "R L"],
     *,
     vocab_chunk: int,
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
@@ -84,4 +84,4 @@ def audit(
         model, params, tokens, positions, segment_ids, temperature, vocab_chunk=vocab_chunk
     )
     gap = jnp.where(fresh, jnp.abs(scores - behavior), 0.0)
-    return gap.max(), fresh.sum()
+    return gap.max(), jnp.sum(fresh)

@@ -58,7 +58,9 @@ def adam(
     return Optimizer(transform, schedule, reset_at_push)
 
 
-def init_state(params: dict[str, Tree], optimizers: Mapping[str, Optimizer], loss: Any) -> TrainState:
+def init_state(
+    params: dict[str, Tree], optimizers: Mapping[str, Optimizer], loss: Any
+) -> TrainState:
     """A fresh state; `loss` is the loss transform's initial state."""
     moments = {name: optimizers[name].transform.init(tree) for name, tree in params.items()}
     return TrainState(params, moments, loss, jnp.int32(0))

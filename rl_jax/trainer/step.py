@@ -28,9 +28,9 @@ class StepReport(NamedTuple):
     """Global norm before clipping."""
     metrics: dict[str, Mean]
     finite: dict[str, Array]
-    """Per tensor (by path), whether its gradient was finite. One False: the step was not applied."""
+    """Per tensor (by path), whether its gradient was finite. One False: step not applied."""
     bad_column: Array
-    """int32[M, R]: first column of a row whose log-probability was not finite, -1 if none."""
+    """int32[M, R]: first column of a row whose log-probability or term was not finite, or -1."""
 
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepReport]]
@@ -51,7 +51,9 @@ def make_train_step(
     Raises ValueError at build time where the loss needs a score that no program computes.
     """
     if missing := loss.transform.needs:
-        raise ValueError(f"the loss needs scores {sorted(missing)} that the trainer does not compute")
+        raise ValueError(
+            f"the loss needs scores {sorted(missing)} that the trainer does not compute"
+        )
 
     def scores_of(params: dict[str, Tree], part: Batch) -> Scores:
         current = token_logprobs(
@@ -63,8 +65,8 @@ def make_train_step(
             part.temperature,
             vocab_chunk=vocab_chunk,
         )
-        current = jnp.where(part.mask, current, 0.0)
-        return Scores(current, part.behavior, part.mask, part.advantages, part.lag)
+        given = (part.behavior, part.mask, part.advantages, part.lag)
+        return Scores(jnp.where(part.mask, current, 0.0), *map(jnp.asarray, given))
 
     def objective(
         params: dict[str, Tree], part: Batch, stats: Any, loss_state: Any
@@ -73,7 +75,7 @@ def make_train_step(
         zeros = jnp.zeros_like(scores.current)
         terms = Terms(log_ratio=zeros, factor=zeros + 1.0, loss=zeros)
         terms, metrics = loss.transform.apply(scores, terms, stats, loss_state)
-        bad = ~jnp.isfinite(scores.current)
+        bad = ~(jnp.isfinite(scores.current) & jnp.isfinite(terms.loss))
         bad_column = jnp.where(bad.any(axis=1), jnp.argmax(bad, axis=1), -1).astype(jnp.int32)
         return jnp.sum(part.weights * terms.loss), (metrics, bad_column)
 
@@ -91,23 +93,28 @@ def make_train_step(
                 sums.bad_column.at[index].set(bad),
             )
 
-        sums = jax.lax.fori_loop(0, batch.count, accumulate, _zeros(gradient, state, stats, batch))
+        sums = jax.lax.fori_loop(
+            0, batch.count, accumulate, _no_sums(gradient, state, stats, batch)
+        )
         return _update(state, sums, stats, loss, optimizers)
 
     return step
 
 
 def _microbatch(batch: Batch, index: Array | int) -> Batch:
-    arrays = batch._replace(count=None)  # pyright: ignore[reportArgumentType]  # leaves no leaf
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[index], arrays)
+    return Batch(*(jnp.asarray(leaf)[index] for leaf in batch[:-1]), count=batch.count)
 
 
-def _zeros(gradient: Callable, state: TrainState, stats: Any, batch: Batch) -> _Sums:
+def _no_sums(gradient: Callable, state: TrainState, stats: Any, batch: Batch) -> _Sums:
     (value, (metrics, bad)), grads = jax.eval_shape(
         gradient, state.params, _microbatch(batch, 0), stats, state.loss
     )
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (grads, value, metrics))
-    return _Sums(*zeros, jnp.full((batch.tokens.shape[0], *bad.shape), -1, bad.dtype))
+    bad_column = jnp.full((batch.tokens.shape[0], *bad.shape), -1, bad.dtype)
+    return _Sums(_zeros_like(grads), _zeros_like(value), _zeros_like(metrics), bad_column)
+
+
+def _zeros_like(shapes: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def _sum_stats(loss: Loss, scores_of: Callable[[Batch], Scores], batch: Batch) -> Any:
@@ -119,8 +126,7 @@ def _sum_stats(loss: Loss, scores_of: Callable[[Batch], Scores], batch: Batch) -
         return jax.tree.map(jnp.add, total, stats(scores_of(_microbatch(batch, index))))
 
     shapes = jax.eval_shape(lambda: stats(scores_of(_microbatch(batch, 0))))
-    start = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return jax.lax.fori_loop(0, batch.count, body, start)
+    return jax.lax.fori_loop(0, batch.count, body, _zeros_like(shapes))
 
 
 def _update(
@@ -138,6 +144,8 @@ def _update(
         params[name] = jax.tree.map(lambda p, u, rate=rate: p + rate * u, old, updates)
     new = TrainState(params, moments, loss.transform.advance(state.loss, stats), state.step + 1)
     applied = jnp.isfinite(sums.loss) & jnp.stack(list(finite.values())).all()
+    # Or XLA fuses the whole conjunction into the update of every leaf.
+    applied = jax.lax.optimization_barrier(applied)
     state = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, state)
-    norm = optax.global_norm(sums.grads)
+    norm = optax.tree.norm(sums.grads)
     return state, StepReport(sums.loss, norm, sums.metrics, finite, sums.bad_column)

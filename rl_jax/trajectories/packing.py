@@ -1,7 +1,7 @@
 """[N] Where trajectories go in packed rows: starts at multiples of 64, no trajectory is split.
 
-Because a chunk then holds one segment and training cuts equal prefill cuts, packing changes no bit of
-the forward pass.
+Because a chunk then holds one segment and training cuts equal prefill cuts, packing changes no bit
+of the forward pass.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,9 @@ def pack(lengths: Sequence[int], row_length: int) -> list[Place]:
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         need = round_up(lengths[index], CHUNK)
         if need > row_length:
-            raise ValueError(f"a trajectory of {lengths[index]} tokens exceeds a row of {row_length}")
+            raise ValueError(
+                f"a trajectory of {lengths[index]} tokens exceeds a row of {row_length}"
+            )
         row = next((r for r, filled in enumerate(used) if filled + need <= row_length), len(used))
         if row == len(used):
             used.append(0)

@@ -202,7 +202,9 @@ def test_every_flipped_byte_is_noticed_or_harmless(damaged: SnapshotStore) -> No
 
 def test_files_that_orbax_needs_are_missed(damaged: SnapshotStore) -> None:
     shutil.rmtree(damaged.root / "3" / "weights")
-    assert "3/weights is corrupt" in said_by(lambda: damaged.load(3, abstract(params())))
+    assert "is missing or not as COMMITTED has it" in said_by(
+        lambda: damaged.load(3, abstract(params()))
+    )
 
 
 def test_other_weights_under_a_manifest_are_noticed(damaged: SnapshotStore, tmp_path: Path) -> None:
@@ -210,8 +212,11 @@ def test_other_weights_under_a_manifest_are_noticed(damaged: SnapshotStore, tmp_
     tree = params()
     tree["blocks"][1]["w"] = tree["blocks"][1]["w"].at[0, 0].add(1.0)
     publish(other, 3, tree)
+    manifest = damaged.manifest(3)
     shutil.rmtree(damaged.root / "3" / "weights")
     shutil.copytree(other.root / "3" / "weights", damaged.root / "3" / "weights")
+    (damaged.root / "3" / "COMMITTED").unlink()
+    damaged.commit(manifest)  # every file as committed, but not what the manifest says
     said = said_by(lambda: damaged.load(3, abstract(params())))
     assert "blocks/1/w does not have its digest" in said
 
@@ -219,9 +224,10 @@ def test_other_weights_under_a_manifest_are_noticed(damaged: SnapshotStore, tmp_
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("3/COMMITTED", "0" * 64, "it is not the manifest's digest"),
-        ("3/COMMITTED", "", "it is not the manifest's digest"),
-        ("3/manifest.json", "{}", "manifest.json is corrupt"),
+        ("3/COMMITTED", "0" * 64, "3/manifest.json is missing or not as COMMITTED has it"),
+        ("3/COMMITTED", "", "3/manifest.json is missing or not as COMMITTED has it"),
+        ("3/manifest.json", "{}", "3/manifest.json is missing or not as COMMITTED has it"),
+        ("3/weights/state/_METADATA", "{}", "_METADATA is missing or not as COMMITTED has it"),
         ("latest", "three", "latest: 'three' is not a version number"),
     ],
 )

@@ -1,5 +1,5 @@
 """[P] Kimi delta attention: the functions models call."""
 
-from rl_jax.kernels.kda.xla import bounded_gate, chunked, recurrent_step
+from rl_jax.kernels.kda.xla import SHORT, bounded_gate, chunked, recurrent
 
-__all__ = ["bounded_gate", "chunked", "recurrent_step"]
+__all__ = ["SHORT", "bounded_gate", "chunked", "recurrent"]

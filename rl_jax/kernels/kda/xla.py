@@ -1,11 +1,10 @@
 """[P] Kimi delta attention in plain XLA: chunks of 64 tokens, and one token for decode.
 
-Everything is float32. Every exponent below is a sum of log-decays over a range of rows, made by one
-product with a 0/1 matrix: no difference of long cumulative sums, so nothing cancels. Ranges start at
-an anchor row that is not later than the row they serve, so no output sees a later gate, even by
-rounding. What a chunk gives depends on its inputs and the entering state alone.
+Everything is float32. Every exponent below is a sum of log-decays over a range of rows, made by a
+product with a 0/1 matrix: no difference of long cumulative sums, so nothing cancels. A range never
+reaches past the row whose output it enters, so no output sees a later gate, even by rounding. What
+a chunk gives depends on its inputs and the entering state alone.
 """
-
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,11 @@ from rl_jax.arrays import CHUNK, Array
 
 BLOCK = 16
 """Rows of a diagonal block; 15 steps of the strongest decay must fit float32's exponent."""
-HALF_SPAN = 37.5
-"""Half of 15 steps at the gate's bound of -5: the factors of a diagonal block span exp(+-37.5)."""
+HALF_SPAN = 2.0**54
+"""exp of half of 15 steps at the gate's bound of -5: it centres the factors of a diagonal block, as
+a power of two so that nothing is rounded."""
+SHORT = 16
+"""Up to so many tokens at once, one after the other is faster than a chunk."""
 EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -74,8 +76,8 @@ def _dot(spec: str, *operands: Array) -> Array:
 def _scores(rows: Array, keys: Array, sums: tuple[Array, ...], include_self: bool) -> Array:
     """A[i, j] = sum_d rows[i, d] keys[j, d] exp(sum of g over (j, i]) for j < i (or <=), else 0."""
     within, *around = sums
-    left = _blocks(rows * jnp.exp(within + HALF_SPAN), BLOCK)
-    right = _blocks(keys * jnp.exp(-within - HALF_SPAN), BLOCK)
+    left = _blocks(rows * (jnp.exp(within) * HALF_SPAN), BLOCK)
+    right = _blocks(keys * (jnp.exp(-within) / HALF_SPAN), BLOCK)
     mask = np.tril(np.ones((BLOCK, BLOCK), bool), 0 if include_self else -1)
     scores = jnp.where(mask, _dot("...ik,...jk->...ij", left, right), 0.0)
     for half, around_half in zip((16, 32), around, strict=True):
@@ -89,7 +91,7 @@ def _scores(rows: Array, keys: Array, sums: tuple[Array, ...], include_self: boo
 def _invert_blocks(lower: Array) -> Array:
     """(I + lower)^-1 for strictly lower [..., 16, 16], by the doubling ladder X -= X L_b X."""
     index = np.arange(BLOCK)
-    inverse = np.eye(BLOCK, dtype=np.float32)
+    inverse = jnp.eye(BLOCK, dtype=lower.dtype)
     for half in (1, 2, 4, 8):
         pair = index // (2 * half)
         mask = (pair[:, None] == pair) & (index[:, None] // half > index // half)
@@ -137,9 +139,13 @@ unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _to_chunks(x: Array) -> Array:
-    """[R, L, H, K] -> [N, R, H, C, K]."""
+    """[R, L, H, K] -> [N, R, H, C, K].
+
+    The barrier keeps XLA's CPU backend from fusing arithmetic into a strided copy.
+    """
     rows, length, heads, width = x.shape
-    return x.reshape(rows, length // CHUNK, CHUNK, heads, width).transpose(1, 0, 3, 2, 4)
+    x = x.reshape(rows, length // CHUNK, CHUNK, heads, width).transpose(1, 0, 3, 2, 4)
+    return jax.lax.optimization_barrier(x)
 
 
 def chunked(
@@ -158,12 +164,12 @@ def chunked(
     """
     rows, length, heads, width = q.shape
     if state is None:
-        state = jnp.zeros((rows, heads, width, v.shape[-1]), jnp.float32)
+        state = jnp.zeros((rows, heads, width, v.shape[-1]), v.dtype)
     if reset is None:
         reset = jnp.zeros((rows, length // CHUNK), bool)
     q, k, v, g = (_to_chunks(x) for x in (q * width**-0.5, k, v, g))
     beta = _to_chunks(beta[..., None])
-    *sums, prefix, suffix = (_dot("ct,nrhtk->nrhck", m, g) for m in RANGES)
+    *sums, prefix, suffix = (_dot("ct,nrhtk->nrhck", jnp.asarray(m), g) for m in RANGES)
     causal = _scores(q, k, tuple(sums), include_self=True)
     lower = beta * _scores(k, k, tuple(sums), include_self=False)
     inverse = unit_lower_inverse(lower)
@@ -198,3 +204,23 @@ def recurrent_step(
     update = beta[..., None] * (v - jnp.sum(state * k[..., None], -2))
     state = state + k[..., None] * update[..., None, :]
     return jnp.sum(state * q[..., None], -2) * q.shape[-1] ** -0.5, state
+
+
+def recurrent(
+    q: Float[Array, "R n H K"],
+    k: Float[Array, "R n H K"],
+    v: Float[Array, "R n H V"],
+    g: Float[Array, "R n H K"],
+    beta: Float[Array, "R n H"],
+    state: Float[Array, "R H K V"],
+) -> tuple[Float[Array, "R n H V"], Float[Array, "R H K V"]]:
+    """A few tokens per request, one after the other: decode, and what is too short for a chunk."""
+
+    def step(state, token):
+        q, k, v, g, beta = token
+        out, state = recurrent_step(q, k, v, g, beta, state)
+        return state, out
+
+    tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
+    state, out = jax.lax.scan(step, state, tokens)
+    return jnp.moveaxis(out, 0, 1), state

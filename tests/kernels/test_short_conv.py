@@ -1,0 +1,81 @@
+"""The short convolution against its definition; tails across cuts; segments that never mix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_jax.kernels.short_conv import reference, xla
+
+WEIGHT = jnp.asarray(np.random.default_rng(1).standard_normal((4, 6)), jnp.float32)
+
+
+def signal(length, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((length, 6)), jnp.float32)
+
+
+def test_by_hand():
+    """Taps 1, 2, 3, 4 on 1, 1, 0, 2: 4, 7, 5, 11, then silu."""
+    x = jnp.array([1.0, 1.0, 0.0, 2.0])[None, :, None]
+    weight = jnp.array([1.0, 2.0, 3.0, 4.0])[:, None]
+    want = np.array([4.0, 7.0, 5.0, 11.0])
+    got = xla.short_conv(x, weight)[0, :, 0]
+    np.testing.assert_allclose(got, want / (1 + np.exp(-want)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 12])
+def test_values_and_gradients_of_the_definition(length):
+    x, weights = signal(length), np.random.default_rng(2).standard_normal((length, 6))
+    with jax.enable_x64(True):
+
+        def objective(x, w):
+            return jnp.sum(reference.short_conv(x, w) * weights)
+
+        wide = jnp.asarray(x, jnp.float64), jnp.asarray(WEIGHT, jnp.float64)
+        want = np.asarray(reference.short_conv(*wide))
+        want_grads = [np.asarray(g) for g in jax.grad(objective, (0, 1))(*wide)]
+    grads = jax.grad(lambda x, w: jnp.sum(xla.short_conv(x, w) * weights), (0, 1))(x[None], WEIGHT)
+    np.testing.assert_allclose(xla.short_conv(x[None], WEIGHT)[0], want, atol=2e-6)
+    np.testing.assert_allclose(grads[0][0], want_grads[0], atol=1e-5)
+    np.testing.assert_allclose(grads[1], want_grads[1], atol=3e-5)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 5, 64])
+def test_the_tail_carries_over_a_cut(cut):
+    x = signal(100)[None]
+    conv = jax.jit(xla.short_conv)
+    whole = conv(x, WEIGHT)
+    tail = jnp.zeros((1, 3, 6))
+    first = conv(x[:, :cut], WEIGHT, tail)
+    tail = xla.next_tail(x[:, :cut], tail, jnp.array([cut]))
+    second = conv(x[:, cut:], WEIGHT, tail)
+    np.testing.assert_allclose(whole, np.concatenate([first, second], 1), atol=1e-6)
+    if cut == 64:
+        assert np.array_equal(whole, np.concatenate([first, second], 1))
+
+
+def test_the_tail_holds_the_last_valid_inputs():
+    x, tail = signal(5)[None].repeat(4, 0), signal(3, seed=9)[None].repeat(4, 0)
+    new = xla.next_tail(x, tail, jnp.array([0, 1, 3, 5]))
+    both = np.concatenate([tail, x], 1)
+    for row, n in enumerate((0, 1, 3, 5)):
+        assert np.array_equal(new[row], both[row, n : n + 3])
+
+
+def test_taps_stay_inside_their_segment():
+    """Two sequences side by side come out as each alone, and so do their gradients."""
+    one, two = signal(64), signal(40, seed=5)
+    row = jnp.concatenate([one, two, jnp.full((24, 6), 3.0)])[None]
+    segments = jnp.array([[0] * 64 + [1] * 40 + [-1] * 24])
+    conv = jax.jit(xla.short_conv)
+    out = conv(row, WEIGHT, segments=segments)
+    assert np.array_equal(out[0, :64], conv(one[None], WEIGHT)[0])
+    assert np.array_equal(out[0, 64:104], conv(two[None], WEIGHT)[0])
+
+    def of_second(row):
+        return jnp.sum(xla.short_conv(row, WEIGHT, segments=segments)[0, 64:104])
+
+    grad = jax.grad(of_second)(row)
+    assert not np.any(grad[0, :64]) and not np.any(grad[0, 104:])
+    alone = jax.grad(lambda x: jnp.sum(xla.short_conv(x, WEIGHT)))(two[None])
+    np.testing.assert_allclose(grad[0, 64:104], alone[0], atol=1e-6)
