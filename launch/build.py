@@ -136,6 +136,8 @@ def build_optimizer(config: RunConfig) -> Optimizer:
     return adam(
         own.learning_rate,
         warmup_steps=own.lr_warmup_updates,
+        total_steps=max(own.updates, 1),
+        final_share=own.lr_final_share,
         b1=own.adam_b1,
         b2=own.adam_b2,
         eps=own.adam_eps,

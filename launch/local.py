@@ -19,7 +19,7 @@ from launch.push import Pusher
 from launch.record import Record, within
 from launch.summary import Summary, busy_seconds, overlap_seconds
 from launch.terminal import Reporter
-from launch.warm_start import warm_start
+from launch.warm_start import first_params, warm_start
 from rl_jax.arrays import Tree
 from rl_jax.config.base import UserError
 from rl_jax.config.run import RunConfig
@@ -80,10 +80,11 @@ def run_local(config: RunConfig, run_dir: Path, reporter: Reporter) -> Summary:
     renderer = _renderer(family)
     model = build.build_policy(config, renderer.vocab_size)
     meshes = build.build_meshes(config)
+    params = first_params(config, model, meshes.trainer)
     trainer, sampler = Dispatcher("trainer"), Dispatcher("sampler")
     parts = _Parts(config, run_dir, reporter, family, renderer, model, meshes, trainer, sampler)
     try:
-        return asyncio.run(_run(parts, began))
+        return asyncio.run(_run(parts, params, began))
     except BaseExceptionGroup as group:
         stopped = first_cause(group)
     finally:
@@ -109,11 +110,10 @@ def _renderer(family: TaskFamily) -> Renderer:
         raise UserError(f"tokenizer of the task: {error}") from error
 
 
-async def _run(parts: _Parts, began: float) -> Summary:
+async def _run(parts: _Parts, params: Tree, began: float) -> Summary:
     config = parts.config
     async with asyncio.TaskGroup() as starting:
         compiling = starting.create_task(asyncio.to_thread(_compile, parts))
-        params = build.init_params(parts.model, config.seed, parts.meshes.trainer)
         params = await warm_start(
             config, parts.model, params, parts.family, parts.renderer, parts.trainer, parts.reporter
         )

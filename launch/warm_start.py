@@ -1,9 +1,11 @@
-"""[H] The supervised start: a few steps on scripted demonstrations, before RL."""
+"""[H] Where RL starts: a snapshot, or a few supervised steps on scripted demonstrations."""
 
 import asyncio
+from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from launch import build
 from launch.terminal import Reporter
@@ -15,6 +17,7 @@ from rl_jax.dispatch import Dispatcher
 from rl_jax.gateway.renderer import Renderer
 from rl_jax.losses import recipes
 from rl_jax.model import Model
+from rl_jax.snapshots.store import SnapshotStore
 from rl_jax.tasks.base import TaskFamily
 from rl_jax.trainer.batches import batch_shape, build_batch
 from rl_jax.trainer.state import adam
@@ -22,6 +25,25 @@ from rl_jax.trajectories.types import NOT_SAMPLED, RolloutKey, Status, Trajector
 
 POOL = 4096
 """Demonstrations that are made; every step draws from them."""
+
+
+def first_params(config: RunConfig, model: Model, mesh: Mesh) -> Tree:
+    """The snapshot that the configuration names, else fresh parameters, on the trainer's mesh.
+
+    UserError where the snapshot is missing, corrupt, or of another model.
+    """
+    if config.warm_start.snapshot is None:
+        return build.init_params(model, config.seed, mesh)
+    path = Path(config.warm_start.snapshot)
+    if not path.name.isdecimal():
+        raise UserError(
+            f"warm_start.snapshot = {str(path)!r}: needs a version's directory, as DIR/0"
+        )
+    try:
+        store = SnapshotStore(path.parent)
+        return store.load(int(path.name), build.abstract_params(model, mesh))
+    except ValueError as error:
+        raise UserError(f"warm_start.snapshot: {error}") from error
 
 
 async def warm_start(
@@ -38,7 +60,7 @@ async def warm_start(
     Seeded by the run's seed alone.
     """
     own = config.warm_start
-    if not own.steps:
+    if not own.steps or own.snapshot is not None:
         return params
     reporter.phase("warm start", own.steps)
     count = min(POOL, len(family.train), own.steps * own.trajectories)
@@ -53,7 +75,8 @@ async def warm_start(
         own.trajectories, longest, config.trainer.rows_per_microbatch, config.trainer.row_length
     )
     mesh = jax.tree.leaves(params)[0].sharding.mesh
-    loss, optimizer = recipes.supervised(), adam(own.learning_rate, warmup_steps=10)
+    loss = recipes.supervised()
+    optimizer = adam(own.learning_rate, warmup_steps=10, total_steps=own.steps, final_share=0.0)
     program = await asyncio.to_thread(build.compile_step, model, loss, optimizer, mesh, shape)
     state = program.init(params)
     draws = rng.host(config.seed, rng.Purpose.WARM_START)

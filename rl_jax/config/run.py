@@ -75,8 +75,10 @@ class Mesh(Section):
 
 
 class WarmStart(Section):
-    """Supervised steps on demonstrations before RL; 0 steps leave it out."""
+    """Supervised steps on demonstrations before RL, or weights that are there; 0 steps: neither."""
 
+    snapshot: str | None = None
+    """Directory of a published version, as runs/quickstart/snapshots/0: start from it."""
     steps: Annotated[int, Field(ge=0)] = 150
     trajectories: Count = 128
     """Per step."""
@@ -101,6 +103,8 @@ class Trainer(Section):
     adam_eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
     lr_warmup_updates: Annotated[int, Field(ge=0)] = 0
+    lr_final_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The learning rate falls linearly to this share of itself at the last update."""
     row_length: Chunked = 256
     rows_per_microbatch: Count = 16
 
@@ -196,7 +200,7 @@ class RunConfig(Section):
     """One run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     task: Task = Task()
     model: Model = Model()
     mesh: Mesh = Mesh()
@@ -224,6 +228,7 @@ class RunConfig(Section):
                 "rollout.max_new_tokens", rollout.max_new_tokens,
                 "sampler.max_context", sampler.max_context,
             ),
+            ("trainer.group_size", trainer.group_size, "rollout.in_flight", rollout.in_flight),
             ("rollout.in_flight", rollout.in_flight, "sampler.sessions", sampler.sessions),
             ("sampler.slots", sampler.slots, "sampler.sessions", sampler.sessions),
         ):  # fmt: skip

@@ -36,6 +36,8 @@ def adam(
     learning_rate: float,
     *,
     warmup_steps: int = 0,
+    total_steps: int = 1,
+    final_share: float = 1.0,
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
@@ -43,11 +45,16 @@ def adam(
     max_grad_norm: float = 1.0,
     reset_at_push: bool = True,
 ) -> Optimizer:
-    """AdamW on gradients clipped by global norm, with a linear warm-up of the learning rate."""
+    """AdamW on gradients clipped by global norm.
+
+    The learning rate rises linearly over `warmup_steps` and falls linearly from its full value at
+    step 0 to `final_share` of it at `total_steps`.
+    """
 
     def schedule(step: Array) -> Array:
         ramp = jnp.minimum(1.0, (step + 1) / warmup_steps) if warmup_steps else jnp.float32(1.0)
-        return jnp.float32(learning_rate) * ramp
+        gone = jnp.minimum(1.0, step / total_steps)
+        return jnp.float32(learning_rate) * ramp * (1.0 - (1.0 - final_share) * gone)
 
     transform = optax.chain(
         optax.clip_by_global_norm(max_grad_norm),
