@@ -80,7 +80,7 @@ class SnapshotStore:
         path.mkdir(parents=True)
         # Host arrays, which the digest needed anyway: Orbax writes them in half the time.
         host = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
-        ocp.save(str(path / WEIGHTS), host)
+        ocp.save(str((path / WEIGHTS).absolute()), host)
         (path / MANIFEST).write_text(to_json(manifest))
         # A disk serves many fsyncs at once in the time of a few.
         with ThreadPoolExecutor(8) as pool:
@@ -120,7 +120,7 @@ class SnapshotStore:
             for name, leaf in wanted.items()
         }
         try:
-            loaded = ocp.load(str(path), stored)
+            loaded = ocp.load(str(path.absolute()), stored)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is corrupt: {_line(error)}") from error
         for name, leaf in loaded.items():

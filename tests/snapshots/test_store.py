@@ -285,3 +285,10 @@ def test_a_kill_while_pruning_leaves_no_half_snapshot(
     with pytest.raises(KeyboardInterrupt):
         store.prune(keep_last(1))
     assert store.versions() == (1,)
+
+
+def test_a_relative_directory_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = SnapshotStore(Path("runs") / "a" / "snapshots")
+    publish(own, 0, params())
+    assert same(own.load(0, abstract(params())), params())
