@@ -3,7 +3,7 @@
 from rl_jax.tasks.base import Message
 from rl_jax.tasks.lookup.questions import Question, hash_of, opening
 
-TIRES_AFTER = 3
+TIRES_AFTER = 2
 """Hops after which a careless demonstrator may stop and answer with what it has."""
 
 
