@@ -156,7 +156,8 @@ def test_two_rows_in_one_microbatch_or_in_two() -> None:
 
 
 def test_trainer_and_sampler_step_at_full_speed() -> None:
-    """Both sharded, launched from two tasks as fast as the default depth allows."""
+    """Both sharded, a thousand steps each, as fast as the default depth allows, in a minute."""
+    steps = 1000
     trainer, programs = sharded.trainer(2, 2), sharded.sampler()
     inputs, batch = sharded.idle(programs), sharded.batch()
     places = programs.steps[1].input_shardings[0][0]
@@ -164,7 +165,7 @@ def test_trainer_and_sampler_step_at_full_speed() -> None:
     async def train() -> int:
         state = trainer.start()
         with closing(Dispatcher("test")) as own:
-            for _ in range(60):
+            for _ in range(steps):
                 state, _ = await own.launch(trainer.program.step, state, batch)
             await own.drain()
         return int(state.step)
@@ -172,7 +173,7 @@ def test_trainer_and_sampler_step_at_full_speed() -> None:
     async def sample() -> bool:
         weights, pool = reshard(trainer.params, places), programs.make_pool()
         with closing(Dispatcher("test")) as own:
-            for _ in range(60):
+            for _ in range(steps):
                 pool, sampled = await own.launch(programs.steps[1], weights, pool, inputs)
             await own.drain()
         return bool(sampled.finite.all())
@@ -181,4 +182,4 @@ def test_trainer_and_sampler_step_at_full_speed() -> None:
         async with asyncio.timeout(60.0):
             return await asyncio.gather(train(), sample())
 
-    assert asyncio.run(both()) == [60, True]
+    assert asyncio.run(both()) == [steps, True]
