@@ -38,7 +38,12 @@ CONFIG = RunConfig.model_validate(
             "kv_shared_key": 8,
         },
         "mesh": {"trainer": {"data": 2, "tensor": 2}, "sampler": {"data": 2, "tensor": 2}},
-        "trainer": {"rows_per_microbatch": 2, "row_length": 128, "push_every": 2},
+        "trainer": {
+            "group_size": 4,
+            "rows_per_microbatch": 2,
+            "row_length": 128,
+            "push_every": 2,
+        },
         "sampler": {
             "slots": 4,
             "prefill_rows": 2,
