@@ -36,7 +36,8 @@ LENGTHS = (100, 70, 64, 50, 30, 10)
 def run(
     batch: Batch, loss: Loss = DIS, optimizer: Optimizer = DESCENT
 ) -> tuple[TrainState, StepReport]:
-    return bigram_step(loss, optimizer)(start(loss, optimizer), batch)
+    """Returns when it is done: the device may read the batch's own memory until then."""
+    return jax.block_until_ready(bigram_step(loss, optimizer)(start(loss, optimizer), batch))
 
 
 def gradient(batch: Batch, loss: Loss = DIS) -> np.ndarray:
