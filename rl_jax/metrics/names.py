@@ -26,8 +26,9 @@ RATIO_MAX = "ratio_max"
 MASKED_SHARE = "masked_share"
 """Share of the sampled tokens outside the trust band: no gradient, still in the denominator."""
 DLOGP_FRESH = "dlogp_fresh"
-"""Largest |behavior - trainer log-probability| on tokens sampled by the version being trained; on
-the first update after a push only, absent elsewhere."""
+"""Largest |behavior - trainer log-probability| over one version's tokens, under the weights
+published as that version. Told once a version, at the first batch with tokens of it,
+absent elsewhere."""
 
 FRESH_TOKENS = "fresh_tokens"
 """Tokens that `dlogp_fresh` was taken over."""
