@@ -27,6 +27,7 @@ LEVELS = {
     "rl_jax.sampler": (2, 4),
     "rl_jax.orchestrator": (2, 4),
     "rl_jax.snapshots": (2, 3),
+    "rl_jax.wire": (1, 2),
     "rl_jax.dispatch": (3, 3),
     "rl_jax.queues": (2, 3),
     "rl_jax.sandboxes": (2, 3),
