@@ -1,74 +1,116 @@
-"""[N] What a run's journal can say: one frozen record per kind of event, and its plain form.
+"""[N] What a run's journals can say: one frozen record per kind of event, and its plain form.
 
-The plain form is a msgpack map that begins with "kind". Decoding takes exactly what encoding makes.
+Events are small, 150 bytes on disk or less: what trajectories hold is in the trajectory log. The
+plain form is {"kind": name, "v": [field, ...]}, fields in the order of the class. Decoding takes
+exactly what encoding makes.
 """
 
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from fractions import Fraction
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from rl_jax.trajectories.codec import Plain, decode_group, decode_key, encode_group
+from rl_jax.trajectories.codec import Plain, decode_key
 from rl_jax.trajectories.types import Group, RolloutKey
 
 
 class GroupId(NamedTuple):
-    """Which group: the rollouts that it was assembled from tell it from every other."""
+    """Which group: a prompt makes one group in a run."""
 
     task: str
     prompt: int
-    rollouts: tuple[tuple[int, int], ...]
-    """(sample, attempt) of its members, padding copies left out."""
+
+
+Digest = Annotated[str, "a sha256 in hex is 32 bytes on disk"]
 
 
 def group_id(group: Group) -> GroupId:
     """The identity of a group."""
-    keys = [m.key for m in group.members if m.copy_of is None]
-    return GroupId(group.task, group.prompt, tuple((k.sample, k.attempt) for k in keys))
+    return GroupId(group.task, group.prompt)
 
 
 @dataclass(frozen=True)
 class RunStarted:
+    """Of the trainer: a process begins, anew or at a resume."""
+
     kind: ClassVar[str] = "run_started"
     seed: int
-    config: str
-    """The whole configuration as text."""
-    fingerprint: str
-    """What the run's numerics depend on, as text."""
+    fingerprint: Digest
+    """What the run's numerics depend on."""
+    update: int
+    """The last one applied: 0 anew, more after a resume."""
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """Of the trainer."""
+
+    kind: ClassVar[str] = "run_ended"
+    reason: str
+    """finished or stopped."""
 
 
 @dataclass(frozen=True)
 class RolloutStarted:
+    """Of the orchestrator."""
+
     kind: ClassVar[str] = "rollout_started"
     key: RolloutKey
 
 
 @dataclass(frozen=True)
-class RolloutFailed:
-    kind: ClassVar[str] = "rollout_failed"
+class RolloutDone:
+    """Of the orchestrator, for every way of ending but `RolloutLost`."""
+
+    kind: ClassVar[str] = "rollout_done"
+    key: RolloutKey
+    status: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class RolloutLost:
+    """Of the orchestrator: ended by no fault of its own, issued again as the next attempt."""
+
+    kind: ClassVar[str] = "rollout_lost"
     key: RolloutKey
     reason: str
 
 
 @dataclass(frozen=True)
 class GroupPut:
-    """Written before the queue's `put` returns, with every token."""
+    """Of the trainer, before the queue's `put` returns; every token is in its trajectory log."""
 
     kind: ClassVar[str] = "group_put"
-    group: Group
+    group: GroupId
+    oldest_version: int
+    tokens: int
 
 
 @dataclass(frozen=True)
 class GroupDropped:
+    """Of the trainer, at consumption."""
+
     kind: ClassVar[str] = "group_dropped"
     group: GroupId
     reason: str
 
 
 @dataclass(frozen=True)
+class GroupDiscarded:
+    """Of the orchestrator: never put, for too few valid members or too many groups."""
+
+    kind: ClassVar[str] = "group_discarded"
+    group: GroupId
+    reason: str
+
+
+@dataclass(frozen=True)
 class BatchTaken:
-    """Written before update `step` runs."""
+    """Of the trainer, before update `step` runs."""
 
     kind: ClassVar[str] = "batch_taken"
     step: int
@@ -79,103 +121,215 @@ class BatchTaken:
 
 @dataclass(frozen=True)
 class UpdateDone:
+    """Of the trainer."""
+
     kind: ClassVar[str] = "update_done"
     step: int
-    metrics: Mapping[str, float]
-    digest: str = ""
-    """Of the parameters after it; empty where it was not computed."""
+    loss: float
+    grad_norm: float
 
 
 @dataclass(frozen=True)
 class VersionPublished:
-    """Written before the snapshot pointer moves."""
+    """Of the trainer, before the snapshot pointer moves."""
 
     kind: ClassVar[str] = "version_published"
     version: int
-    digest: str
+    digest: Digest
     step: int
+
+
+@dataclass(frozen=True)
+class VersionApplied:
+    """Of a sampler: it samples under `version` from here on."""
+
+    kind: ClassVar[str] = "version_applied"
+    version: int
+    pause_s: float
+    """For how long the swap kept it from sampling."""
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """Of the trainer: a resume may start from it."""
+
+    kind: ClassVar[str] = "checkpoint_saved"
+    step: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Of the orchestrator."""
+
+    kind: ClassVar[str] = "evaluated"
+    when: str
+    """before or after."""
+    version: int
+    rates: Mapping[str, float]
+    """Solve rates by label, "all" for all."""
+
+
+@dataclass(frozen=True)
+class ProcessStarted:
+    """Of the supervisor."""
+
+    kind: ClassVar[str] = "process_started"
+    role: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class ProcessEnded:
+    """Of the supervisor."""
+
+    kind: ClassVar[str] = "process_ended"
+    role: str
+    pid: int
+    code: int
+    """Exit code, or the negative number of the signal that killed it."""
 
 
 Event = (
     RunStarted
+    | RunEnded
     | RolloutStarted
-    | RolloutFailed
+    | RolloutDone
+    | RolloutLost
     | GroupPut
     | GroupDropped
+    | GroupDiscarded
     | BatchTaken
     | UpdateDone
     | VersionPublished
+    | VersionApplied
+    | CheckpointSaved
+    | Evaluated
+    | ProcessStarted
+    | ProcessEnded
 )
-
-_KINDS: Mapping[str, type[Event]] = {kind.kind: kind for kind in typing.get_args(Event)}
 
 
 def encode(event: Event) -> Plain:
     """The plain form."""
-    values = {f.name: _plain(getattr(event, f.name)) for f in fields(event)}
-    return {"kind": event.kind} | values
+    forms = _FIELDS[event.kind]
+    return {"kind": event.kind, "v": [f.plain(getattr(event, n)) for n, f in forms.items()]}
 
 
 def decode(value: object) -> Event:
     """The event of a plain form; a ValueError names the kind and field that are wrong."""
-    if not isinstance(value, Mapping) or value.get("kind") not in _KINDS:
+    kind = value.get("kind") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"no event: kind is none of {sorted(_KINDS)}")
-    kind = _KINDS[value["kind"]]
-    names = {f.name for f in fields(kind)}
-    if set(value) - {"kind"} != names:
-        raise ValueError(f"{kind.kind}: {sorted(map(str, value))}; {sorted(names)} expected")
-    hints = typing.get_type_hints(kind)
-    try:
-        return kind(**{name: _parse(hints[name], value[name]) for name in names})
-    except ValueError as error:
-        raise ValueError(f"{kind.kind}: {error}") from error
+    forms = _FIELDS[kind]
+    plain = value.get("v")
+    if set(value) != {"kind", "v"} or not isinstance(plain, list) or len(plain) != len(forms):
+        raise ValueError(f"{kind}: v is no list of {', '.join(forms)}")
+    parsed: dict[str, Any] = {}
+    for (name, form), field in zip(forms.items(), plain, strict=True):
+        try:
+            parsed[name] = form.parse(field)
+        except ValueError as error:
+            raise ValueError(f"{kind}: {name}: {error}") from error
+    event = _KINDS[kind](**parsed)
+    if encode(event) != value:
+        raise ValueError(f"{kind}: {value['v']!r:.80} is not as encoding makes it")
+    return event
 
 
-def _plain(value: Any) -> Any:
-    match value:
-        case Group():
-            return encode_group(value)
-        case tuple():
-            return [_plain(v) for v in value]
-        case Mapping():
-            return {key: float(number) for key, number in value.items()}
-        case _:
-            return value
+class _Form(NamedTuple):
+    """How the values of one type are put and read."""
+
+    plain: Callable[[Any], Any]
+    parse: Callable[[Any], Any]
 
 
-def _parse(hint: Any, value: Any) -> Any:
-    if hint in _PARSERS:
-        return _PARSERS[hint](value)
-    if type(value) is not hint:
-        raise ValueError(f"{value!r:.80} is not {hint.__name__}")
+def _of[T](kind: type[T], value: Any) -> T:
+    if type(value) is not kind:
+        raise ValueError(f"{value!r:.80} is no {kind.__name__}")
     return value
 
 
-def _parse_list(value: Any) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"{value!r:.80} is not a list")
-    return list(value)
+def _exactly(kind: type) -> _Form:
+    return _Form(kind, lambda value: _of(kind, value))
 
 
-def _parse_group_id(value: Any) -> GroupId:
-    if len(_parse_list(value)) != 3:
-        raise ValueError(f"{value!r:.80} is not [task, prompt, rollouts]")
-    task, prompt, rollouts = value
-    keys = [decode_key([task, prompt, *_parse_list(r)]) for r in _parse_list(rollouts)]
-    decode_key([task, prompt, 0, 0])
-    return GroupId(task, prompt, tuple((k.sample, k.attempt) for k in keys))
+def _digest(text: str) -> str | bytes:
+    try:
+        packed = bytes.fromhex(text)
+    except ValueError:
+        return text
+    return packed if len(packed) == 32 and packed.hex() == text else text
 
 
-def _parse_metrics(value: Any) -> Mapping[str, float]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{value!r:.80} is not a map")
-    return types.MappingProxyType({_parse(str, k): _parse(float, v) for k, v in value.items()})
+def _parse_digest(value: Any) -> str:
+    if isinstance(value, bytes) and len(value) == 32:
+        return value.hex()
+    return _of(str, value)
 
 
-_PARSERS: Mapping[Any, Callable[[Any], Any]] = {
-    Group: decode_group,
-    RolloutKey: decode_key,
-    GroupId: _parse_group_id,
-    tuple[GroupId, ...]: lambda value: tuple(map(_parse_group_id, _parse_list(value))),
-    Mapping[str, float]: _parse_metrics,
+def _parse_group(value: Any) -> GroupId:
+    if len(_of(list, value)) != 2:
+        raise ValueError(f"{value!r:.80} is not [task, prompt]")
+    return GroupId(_of(str, value[0]), _of(int, value[1]))
+
+
+def _groups(groups: tuple[GroupId, ...]) -> list[Any]:
+    runs = groupby(groups, lambda group: group.task)
+    return [[task, [group.prompt for group in run]] for task, run in runs]
+
+
+def _parse_groups(value: Any) -> tuple[GroupId, ...]:
+    groups: list[GroupId] = []
+    for run in _of(list, value):
+        if len(_of(list, run)) != 2:
+            raise ValueError(f"{run!r:.80} is not [task, prompts]")
+        groups += [_parse_group([run[0], prompt]) for prompt in _of(list, run[1])]
+    return tuple(groups)
+
+
+def _rate(value: float) -> Any:
+    """A share of few is [how many, of how many]: half the bytes, and exact."""
+    if 0 <= value <= 1:
+        share = Fraction(value).limit_denominator(1 << 12)
+        if float(share) == value:
+            return [share.numerator, share.denominator]
+    return float(value)
+
+
+def _parse_rate(value: Any) -> float:
+    if not isinstance(value, list):
+        return _of(float, value)
+    if len(value) != 2 or _of(int, value[0]) < 0 or _of(int, value[1]) < 1:
+        raise ValueError(f"{value!r:.80} is not [how many, of how many]")
+    return value[0] / value[1]
+
+
+def _rates(rates: Mapping[str, float]) -> dict[str, Any]:
+    return {label: _rate(value) for label, value in rates.items()}
+
+
+def _parse_rates(value: Any) -> Mapping[str, float]:
+    rates = {_of(str, k): _parse_rate(v) for k, v in _of(dict, value).items()}
+    return types.MappingProxyType(rates)
+
+
+_FORMS: Mapping[Any, _Form] = {
+    int: _exactly(int),
+    float: _exactly(float),
+    str: _exactly(str),
+    Digest: _Form(_digest, _parse_digest),
+    RolloutKey: _Form(list, decode_key),
+    GroupId: _Form(list, _parse_group),
+    tuple[GroupId, ...]: _Form(_groups, _parse_groups),
+    Mapping[str, float]: _Form(_rates, _parse_rates),
 }
+
+
+def _forms(kind: type[Event]) -> Mapping[str, _Form]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: _FORMS[hints[field.name]] for field in fields(kind)}
+
+
+_KINDS: Mapping[str, type[Event]] = {kind.kind: kind for kind in typing.get_args(Event)}
+_FIELDS = {name: _forms(kind) for name, kind in _KINDS.items()}

@@ -1,17 +1,29 @@
-"""[N] Groups and trajectories as plain msgpack values: no pickle, declared dtypes, bounded sizes.
+"""[N] Groups and trajectories as plain msgpack values: no pickle, compact, bounded sizes.
 
-An array is {"dtype": name, "shape": [n], "data": little-endian bytes}. Decoding takes exactly what
-encoding makes and answers anything else with one ValueError that names the field.
+A trajectory is a list of its fields in the order of `encode_trajectory`. What follows from another
+field is left out: the loss mask is where versions are, and only sampled tokens have a
+log-probability. Decoding takes exactly what encoding makes and answers anything else with one
+ValueError that names the field.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgpack
 import numpy as np
 
-from rl_jax.trajectories.types import Group, Origin, RolloutKey, Segment, Status, Trajectory
+from rl_jax.trajectories.types import (
+    NOT_SAMPLED,
+    Group,
+    Origin,
+    RolloutKey,
+    Segment,
+    Status,
+    Trajectory,
+    copy_of,
+)
 
 MAX_TOKENS = 1 << 22
 """Tokens, and segments, of one trajectory."""
@@ -24,60 +36,69 @@ MAX_BYTES = 1 << 30
 
 Plain = dict[str, Any]
 
-_DTYPES = {
-    "tokens": np.dtype("<i4"),
-    "loss_mask": np.dtype("bool"),
-    "behavior_logprobs": np.dtype("<f4"),
-    "versions": np.dtype("<i4"),
-}
-_SCALARS = ("key", "segments", "temperature", "reward", "status", "reason", "turns", "copy_of")
+_INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
 _GROUP = ("task", "prompt", "members", "failures")
+# An origin or status is its place here.
+_ORIGINS = (Origin.PREFILL, Origin.DECODE, Origin.RECOMPUTE)
+_STATUSES = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 
 
-def encode_trajectory(trajectory: Trajectory) -> Plain:
-    """The plain form; a ValueError names an array whose dtype is not the declared one."""
-    arrays = {name: _encode_array(name, getattr(trajectory, name)) for name in _DTYPES}
-    return arrays | {
-        "key": list(trajectory.key),
-        "segments": [[s.start, s.end, s.version, s.origin.value] for s in trajectory.segments],
-        "temperature": float(trajectory.temperature),
-        "reward": None if trajectory.reward is None else float(trajectory.reward),
-        "status": trajectory.status.value,
-        "reason": trajectory.reason,
-        "turns": trajectory.turns,
-        "copy_of": trajectory.copy_of,
-    }
+def encode_trajectory(trajectory: Trajectory) -> list[Any]:
+    """The plain form; a ValueError names an array whose dtype is not the declared one, and a
+    log-probability of a token that was not sampled."""
+    mask = _array("loss_mask", trajectory.loss_mask, np.dtype("bool"))
+    logprobs = _array("behavior_logprobs", trajectory.behavior_logprobs, _FLOAT32)
+    if logprobs[~mask].any():
+        raise ValueError("behavior_logprobs: not 0 where no token was sampled")
+    return [
+        list(trajectory.key),
+        _array("tokens", trajectory.tokens, _INT32).tobytes(),
+        _runs(_array("versions", trajectory.versions, _INT32)),
+        logprobs[mask].tobytes(),
+        [[s.start, s.end, s.version, _ORIGINS.index(s.origin)] for s in trajectory.segments],
+        float(trajectory.temperature),
+        None if trajectory.reward is None else float(trajectory.reward),
+        _STATUSES.index(trajectory.status),
+        trajectory.reason,
+        trajectory.turns,
+        trajectory.copy_of,
+    ]
 
 
 def decode_trajectory(value: object) -> Trajectory:
     """The trajectory of a plain form."""
-    fields = _record("trajectory", value, (*_DTYPES, *_SCALARS))
-    tokens = _decode_array("tokens", fields["tokens"])
+    key, tokens, versions, logprobs, segments, *rest = _tuple("trajectory", value, 11)
+    temperature, reward, status, reason, turns, original = rest
+    stream = _decode_array("tokens", tokens, _INT32)
+    column = _decode_runs(versions, len(stream))
+    mask = column != NOT_SAMPLED
     return Trajectory(
-        key=decode_key(fields["key"]),
-        tokens=tokens,
-        loss_mask=_decode_array("loss_mask", fields["loss_mask"]),
-        behavior_logprobs=_decode_array("behavior_logprobs", fields["behavior_logprobs"]),
-        versions=_decode_array("versions", fields["versions"]),
+        key=decode_key(key),
+        tokens=stream,
+        loss_mask=mask,
+        behavior_logprobs=_decode_logprobs(logprobs, mask),
+        versions=column,
         segments=tuple(
-            _decode_segment(s, len(tokens))
-            for s in _items("segments", fields["segments"], MAX_TOKENS)
+            _decode_segment(s, len(stream)) for s in _items("segments", segments, MAX_TOKENS)
         ),
-        temperature=_real("temperature", fields["temperature"]),
-        reward=_optional(_real, "reward", fields["reward"]),
-        status=_member("status", Status, fields["status"]),
-        reason=_text("reason", fields["reason"]),
-        turns=_count("turns", fields["turns"]),
-        copy_of=_optional(_count, "copy_of", fields["copy_of"]),
+        temperature=_real("temperature", temperature),
+        reward=_optional(_real, "reward", reward),
+        status=_place("status", _STATUSES, status),
+        reason=_text("reason", reason),
+        turns=_count("turns", turns),
+        copy_of=_optional(_count, "copy_of", original),
     )
 
 
 def encode_group(group: Group) -> Plain:
-    """The plain form; errors as `encode_trajectory`."""
+    """The plain form; errors as `encode_trajectory`. A padding copy is the sample that it repeats;
+    a ValueError names one that differs from it."""
+    originals: dict[int, Trajectory] = {}
     return {
         "task": group.task,
         "prompt": group.prompt,
-        "members": [encode_trajectory(m) for m in group.members],
+        "members": [_encode_member(m, originals) for m in group.members],
         "failures": [list(f) for f in group.failures],
     }
 
@@ -85,11 +106,12 @@ def encode_group(group: Group) -> Plain:
 def decode_group(value: object) -> Group:
     """The group of a plain form; its members must be rollouts of its own prompt."""
     fields = _record("group", value, _GROUP)
+    originals: dict[int, Trajectory] = {}
     members = _items("members", fields["members"], MAX_MEMBERS)
     group = Group(
         task=_text("task", fields["task"]),
         prompt=_count("prompt", fields["prompt"]),
-        members=tuple(decode_trajectory(m) for m in members),
+        members=tuple(_decode_member(m, originals) for m in members),
         failures=tuple(
             _decode_failure(f) for f in _items("failures", fields["failures"], MAX_MEMBERS)
         ),
@@ -123,37 +145,80 @@ def decode_key(value: object) -> RolloutKey:
     return RolloutKey(_text("key", task), *numbers)
 
 
-def _encode_array(name: str, array: np.ndarray) -> Plain:
-    if array.dtype != _DTYPES[name] or array.ndim != 1:
-        raise ValueError(f"{name} is {array.dtype}{list(array.shape)}; {_DTYPES[name]}[T] expected")
-    little = array.astype(_DTYPES[name], copy=False)
-    return {"dtype": _DTYPES[name].name, "shape": [len(array)], "data": little.tobytes()}
+def _encode_member(member: Trajectory, originals: dict[int, Trajectory]) -> list[Any] | int:
+    if member.copy_of is None:
+        originals[member.key.sample] = member
+        return encode_trajectory(member)
+    original = originals.get(member.copy_of)
+    if original is None or encode_trajectory(copy_of(original)) != encode_trajectory(member):
+        raise ValueError(f"members: {member.key} repeats no member before it")
+    return member.copy_of
 
 
-def _decode_array(name: str, value: object) -> np.ndarray:
-    fields = _record(name, value, ("dtype", "shape", "data"))
-    dtype = _DTYPES[name]
-    (length,) = _tuple(name, fields["shape"], 1)
-    data = fields["data"]
-    if fields["dtype"] != dtype.name:
-        raise ValueError(f"{name} has dtype {fields['dtype']!r}; {dtype.name} expected")
-    if _count(name, length) > MAX_TOKENS:
-        raise ValueError(f"{name} has {length} entries; at most {MAX_TOKENS}")
-    if not isinstance(data, bytes) or len(data) != length * dtype.itemsize:
-        raise ValueError(f"{name} does not hold the bytes of {length} entries of {dtype.name}")
-    if dtype == np.bool_ and length and np.frombuffer(data, np.uint8).max() > 1:
-        raise ValueError(f"{name} holds a byte that is neither 0 nor 1")
-    array = np.frombuffer(data, dtype).astype(dtype.newbyteorder("="))
-    if dtype.kind == "f" and not np.isfinite(array).all():
-        raise ValueError(f"{name} holds a number that is not finite")
-    return array
+def _decode_member(value: object, originals: dict[int, Trajectory]) -> Trajectory:
+    if type(value) is int:
+        if value not in originals:
+            raise ValueError(f"members: a copy of sample {value}, which is not before it")
+        return copy_of(originals[value])
+    member = decode_trajectory(value)
+    if member.copy_of is not None:
+        raise ValueError(f"members: {member.key} is a copy; its sample alone expected")
+    originals[member.key.sample] = member
+    return member
+
+
+def _array(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if array.dtype != dtype or array.ndim != 1:
+        raise ValueError(f"{name} is {array.dtype}{list(array.shape)}; {dtype.name}[T] expected")
+    return array.astype(dtype, copy=False)
+
+
+def _decode_array(name: str, data: object, dtype: np.dtype) -> np.ndarray:
+    if not isinstance(data, bytes) or len(data) % dtype.itemsize:
+        raise ValueError(f"{name} does not hold the bytes of whole entries of {dtype.name}")
+    if len(data) > MAX_TOKENS * dtype.itemsize:
+        raise ValueError(f"{name} has {len(data) // dtype.itemsize} entries; at most {MAX_TOKENS}")
+    return np.frombuffer(data, dtype).astype(dtype.newbyteorder("="))
+
+
+def _decode_logprobs(data: object, mask: np.ndarray) -> np.ndarray:
+    sampled = _decode_array("behavior_logprobs", data, _FLOAT32)
+    count = int(mask.sum())
+    if len(sampled) != count:
+        raise ValueError(f"behavior_logprobs has {len(sampled)} entries for {count} sampled tokens")
+    if not np.isfinite(sampled).all():
+        raise ValueError("behavior_logprobs holds a number that is not finite")
+    logprobs = np.zeros(len(mask), np.float32)
+    logprobs[mask] = sampled
+    return logprobs
+
+
+def _runs(column: np.ndarray) -> list[int]:
+    """[length, value, length, value, ...] of runs of equal values."""
+    starts = np.flatnonzero(np.diff(column, prepend=column[:1] - 1))
+    lengths = np.diff(starts, append=len(column))
+    return np.stack([lengths, column[starts]], axis=1).ravel().tolist()
+
+
+def _decode_runs(value: object, length: int) -> np.ndarray:
+    numbers = _items("versions", value, 2 * length)
+    lengths, values = numbers[::2], numbers[1::2]
+    if len(lengths) != len(values) or not all(type(n) is int for n in numbers):
+        raise ValueError("versions: a list of length, version, length, version, ... expected")
+    if min(lengths, default=1) < 1 or sum(lengths) != length:
+        raise ValueError(f"versions: runs of {sum(lengths)} tokens for {length}")
+    if not all(NOT_SAMPLED <= v < 1 << 31 for v in values):
+        raise ValueError(f"versions: one is outside [{NOT_SAMPLED}, 2^31)")
+    if any(a == b for a, b in pairwise(values)):
+        raise ValueError("versions: two runs of one version in a row")
+    return np.repeat(np.array(values, np.int32), lengths)
 
 
 def _decode_segment(value: object, length: int) -> Segment:
     start, end, version, origin = _tuple("segments", value, 4)
     if _count("segments", start) > _count("segments", end) or end > length:
         raise ValueError(f"segments: [{start}, {end}) is no range of {length} tokens")
-    return Segment(start, end, _count("segments", version), _member("segments", Origin, origin))
+    return Segment(start, end, _count("segments", version), _place("segments", _ORIGINS, origin))
 
 
 def _decode_failure(value: object) -> tuple[int, str]:
@@ -198,11 +263,10 @@ def _real(name: str, value: object) -> float:
     return value
 
 
-def _member[E](name: str, kind: Callable[[Any], E], value: object) -> E:
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+def _place[E](name: str, kinds: Sequence[E], value: object) -> E:
+    if _count(name, value) >= len(kinds):
+        raise ValueError(f"{name}: {value} is none of the {len(kinds)} kinds")
+    return kinds[_count(name, value)]
 
 
 def _optional[T](parse: Callable[[str, object], T], name: str, value: object) -> T | None:

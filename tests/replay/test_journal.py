@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_jax.replay import journal as module
-from rl_jax.replay.journal import create, encode_record, read, reopen
+from rl_jax.replay import records as module
+from rl_jax.replay.journal import create, read, reopen
+from rl_jax.replay.records import encode_record
 from tests.trajectories.build import steady
 
 ROOT = Path(__file__).parents[2]

@@ -107,7 +107,8 @@ def trajectories(draw: st.DrawFn, task: str = "t", prompt: int = 0) -> Trajector
 @st.composite
 def groups(draw: st.DrawFn) -> Group:
     task, prompt = draw(st.text(max_size=8)), draw(st.integers(0, 2**40))
-    members = draw(st.lists(trajectories(task=task, prompt=prompt), max_size=3))
+    member = trajectories(task=task, prompt=prompt)
+    members = draw(st.lists(member, max_size=3, unique_by=lambda m: m.key.sample))
     copies = [copy_of(m) for m in members[: draw(st.integers(0, len(members)))]]
     failures = draw(st.lists(st.tuples(st.integers(0, 99), st.text(max_size=9)), max_size=2))
     return Group(task, prompt, (*members, *copies), tuple(failures))

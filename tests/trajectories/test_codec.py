@@ -1,6 +1,7 @@
 """Groups as bytes: round trips, and everything a peer could send instead."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import msgpack
@@ -10,8 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_jax.trajectories import codec
-from rl_jax.trajectories.types import Group
-from tests.trajectories.build import group, groups, same_group, steady, trajectory
+from rl_jax.trajectories.types import (
+    NOT_SAMPLED,
+    Group,
+    Origin,
+    RolloutKey,
+    Segment,
+    Status,
+    Trajectory,
+    copy_of,
+)
+from tests.trajectories.build import (
+    group,
+    groups,
+    same_group,
+    same_trajectory,
+    steady,
+    trajectories,
+    trajectory,
+)
 
 # beartype's hook draws random items to check while a strategy builds its trajectory.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the .random. module")
@@ -24,21 +42,90 @@ def test_round_trip(g: Group) -> None:
 
 
 @steady
+@given(trajectories(), st.none() | st.integers(0, 99))
+def test_round_trip_of_one(t: Trajectory, original: int | None) -> None:
+    t = dataclasses.replace(t, copy_of=original)
+    packed = msgpack.packb(codec.encode_trajectory(t))
+    assert same_trajectory(codec.decode_trajectory(msgpack.unpackb(packed)), t)
+
+
+@steady
 @given(groups())
 def test_plain_form_survives_msgpack_as_it_is(g: Group) -> None:
     plain = codec.encode_group(g)
     assert msgpack.unpackb(msgpack.packb(plain)) == plain
 
 
-def test_arrays_are_little_endian_of_the_declared_dtype() -> None:
-    plain = codec.encode_trajectory(trajectory(versions=(258,)))
-    assert plain["versions"] == {
-        "dtype": "int32",
-        "shape": [2],
-        "data": b"\xff\xff\xff\xff\x02\x01\x00\x00",
-    }
-    assert plain["loss_mask"]["data"] == b"\x00\x01"
-    assert plain["behavior_logprobs"]["data"] == np.array([0, -0.5], "<f4").tobytes()
+def test_golden_form() -> None:
+    assert codec.encode_trajectory(trajectory(3, 0.25, (258, 258, 7), prompt=9)) == [
+        ["lookup", 9, 3, 0],
+        b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0",
+        [1, -1, 2, 258, 1, 7],
+        b"\0\0\0\xbf" * 3,  # -0.5
+        [[0, 4, 258, 0]],
+        1.0,
+        0.25,
+        0,
+        "",
+        1,
+        None,
+    ]
+
+
+def test_a_copy_is_its_sample() -> None:
+    members = trajectory(0), trajectory(2, 0.0)
+    g = Group("lookup", 0, (*members, copy_of(members[1])))
+    assert codec.encode_group(g)["members"][2] == 2
+    assert same_group(g, codec.unpack_group(codec.pack_group(g)))
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        (trajectory(0), copy_of(trajectory(1))),
+        (copy_of(trajectory(0)), trajectory(0)),
+        (trajectory(0, 1.0), copy_of(trajectory(0, 0.5))),
+    ],
+    ids=["missing", "later", "different"],
+)
+def test_a_copy_of_nothing_is_refused(members: tuple[Trajectory, ...]) -> None:
+    with pytest.raises(ValueError, match="repeats no member before it"):
+        codec.encode_group(Group("lookup", 0, members))
+
+
+def agent(n: int, turns: int) -> Trajectory:
+    """A typical agent's stream: n tokens, of each turn the first half a tool's and the rest
+    sampled, a push in the middle; a segment for each prefill and each decode of a turn."""
+    half = n // turns // 2
+    versions = np.where(np.arange(n) // half % 2, np.int32(12), np.int32(NOT_SAMPLED))
+    versions[n // 2 :][versions[n // 2 :] == 12] = 13
+    mask = versions != NOT_SAMPLED
+    return Trajectory(
+        key=RolloutKey("lookup", 123456, 7, 0),
+        tokens=np.arange(n, dtype=np.int32) % 200,
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, np.float32(-0.123), np.float32(0)),
+        versions=versions,
+        segments=tuple(
+            Segment(t * half, (t + 1) * half, 12, (Origin.PREFILL, Origin.DECODE)[t % 2])
+            for t in range(2 * turns)
+        ),
+        temperature=1.0,
+        reward=1.0,
+        status=Status.COMPLETED,
+        turns=turns,
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "turns", "most"), [(40, 2, 9.0), (500, 10, 7.0), (100_000, 200, 6.2)]
+)
+def test_bytes_per_token(n: int, turns: int, most: float) -> None:
+    t = agent(n, turns)
+    assert n > 40 or len(t.segments) == 4
+    packed = msgpack.packb(codec.encode_trajectory(t))
+    assert len(packed) <= most * n
+    assert same_trajectory(codec.decode_trajectory(msgpack.unpackb(packed)), t)
 
 
 def test_decoded_arrays_do_not_hold_the_message() -> None:
@@ -50,6 +137,13 @@ def test_encoding_refuses_another_dtype() -> None:
     wrong = trajectory()
     object.__setattr__(wrong, "tokens", wrong.tokens.astype(np.int64))
     with pytest.raises(ValueError, match=r"tokens is int64\[2\]"):
+        codec.encode_trajectory(wrong)
+
+
+def test_encoding_refuses_what_decoding_could_not_restore() -> None:
+    wrong = trajectory()
+    wrong.behavior_logprobs[0] = -1
+    with pytest.raises(ValueError, match="behavior_logprobs: not 0 where"):
         codec.encode_trajectory(wrong)
 
 
@@ -67,6 +161,9 @@ def at(plain: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 MEMBER = ("members", 0)
+KEY, TOKENS, VERSIONS, LOGPROBS, SEGMENTS, TEMPERATURE, REWARD, STATUS, REASON, TURNS, COPY_OF = (
+    range(11)
+)
 FAULTS = [
     (("prompt",), ..., "group"),
     (("extra",), 1, "group"),
@@ -79,37 +176,41 @@ FAULTS = [
     (("members",), [0] * 5_000, "members"),
     (("failures",), [[0]], "failures"),
     (("failures",), [["0", "x"]], "failures"),
-    ((*MEMBER, "tokens"), [1, 2, 3], "tokens"),
-    ((*MEMBER, "tokens", "dtype"), "object", "tokens has dtype 'object'"),
-    ((*MEMBER, "tokens", "dtype"), "int64", "tokens has dtype 'int64'"),
-    ((*MEMBER, "tokens", "data"), b"123", "tokens does not hold"),
-    ((*MEMBER, "tokens", "data"), "x" * 12, "tokens does not hold"),
-    ((*MEMBER, "tokens", "shape"), [1 << 40], "tokens has"),
-    ((*MEMBER, "tokens", "shape"), [3, 1], "tokens"),
-    ((*MEMBER, "tokens", "shape"), [True], "tokens"),
-    ((*MEMBER, "loss_mask", "data"), b"\x00\x01\x02", "loss_mask holds a byte"),
-    ((*MEMBER, "loss_mask", "data"), b"\x00\x01\x00", "versions must be set"),
-    (
-        (*MEMBER, "behavior_logprobs", "data"),
-        np.array([0, np.nan, 0], "<f4").tobytes(),
-        "behavior_logprobs holds a number",
-    ),
-    (
-        (*MEMBER, "behavior_logprobs"),
-        {"dtype": "float32", "shape": [0], "data": b""},
-        "behavior_logprobs has 0 entries for 3 tokens",
-    ),
-    ((*MEMBER, "key"), ["lookup", 0, 0], "key"),
-    ((*MEMBER, "key", 2), 1.0, "key"),
-    ((*MEMBER, "segments", 0, 1), 4, "segments"),
-    ((*MEMBER, "segments", 0, 3), "guess", "segments"),
-    ((*MEMBER, "temperature"), float("inf"), "temperature"),
-    ((*MEMBER, "temperature"), 1, "temperature"),
-    ((*MEMBER, "reward"), float("nan"), "reward"),
-    ((*MEMBER, "reward"), "1.0", "reward"),
-    ((*MEMBER, "status"), "dreaming", "status"),
-    ((*MEMBER, "turns"), -1, "turns"),
-    ((*MEMBER, "copy_of"), "0", "copy_of"),
+    (MEMBER, 0, "members: a copy of sample 0"),
+    (MEMBER, True, "trajectory: a list"),
+    (MEMBER, [0] * 10, "trajectory: a list of 11"),
+    (MEMBER, {}, "trajectory: a list"),
+    ((*MEMBER, KEY), ["lookup", 0, 0], "key"),
+    ((*MEMBER, KEY, 2), 1.0, "key"),
+    ((*MEMBER, TOKENS), [1, 2, 3], "tokens does not hold"),
+    ((*MEMBER, TOKENS), "x" * 12, "tokens does not hold"),
+    ((*MEMBER, TOKENS), b"12345", "tokens does not hold"),
+    ((*MEMBER, TOKENS), b"1234", "versions"),
+    ((*MEMBER, VERSIONS), {}, "versions: a list"),
+    ((*MEMBER, VERSIONS), [1, -1, 2], "versions: a list of length, version"),
+    ((*MEMBER, VERSIONS), [1, -1, 2.0, 0], "versions: a list of length, version"),
+    ((*MEMBER, VERSIONS), [True, -1, 2, 0], "versions: a list of length, version"),
+    ((*MEMBER, VERSIONS), [1, -1, 1, 0], "versions: runs of 2 tokens for 3"),
+    ((*MEMBER, VERSIONS), [4, -1, -1, 0], "versions: runs of 3 tokens for 3"),
+    ((*MEMBER, VERSIONS), [1, -1, 1 << 62, 0], "versions: runs of"),
+    ((*MEMBER, VERSIONS), [1, -2, 2, 0], "versions: one is outside"),
+    ((*MEMBER, VERSIONS), [1, -1, 2, 1 << 31], "versions: one is outside"),
+    ((*MEMBER, VERSIONS), [1, -1, 1, 0, 1, 0], "versions: two runs of one"),
+    ((*MEMBER, VERSIONS), [1, 0] * 9, "versions: a list of at most 6"),
+    ((*MEMBER, LOGPROBS), b"", "behavior_logprobs has 0 entries for 2 sampled"),
+    ((*MEMBER, LOGPROBS), np.array([0, np.nan], "<f4").tobytes(), "behavior_logprobs holds"),
+    ((*MEMBER, SEGMENTS, 0, 1), 4, "segments"),
+    ((*MEMBER, SEGMENTS, 0, 3), 3, "segments: 3 is none of the 3 kinds"),
+    ((*MEMBER, SEGMENTS, 0, 3), "prefill", "segments"),
+    ((*MEMBER, TEMPERATURE), float("inf"), "temperature"),
+    ((*MEMBER, TEMPERATURE), 1, "temperature"),
+    ((*MEMBER, REWARD), float("nan"), "reward"),
+    ((*MEMBER, REWARD), "1.0", "reward"),
+    ((*MEMBER, STATUS), 3, "status: 3 is none"),
+    ((*MEMBER, REASON), None, "reason"),
+    ((*MEMBER, TURNS), -1, "turns"),
+    ((*MEMBER, COPY_OF), "0", "copy_of"),
+    ((*MEMBER, COPY_OF), 0, "is a copy; its sample alone"),
 ]
 
 
