@@ -55,6 +55,10 @@ class RequestFailed(Exception):
     """The sampler gave this request up (its logits were not finite); others are not affected."""
 
 
+class SamplerLost(Exception):
+    """The sampler went away: the rollout ended by no fault of its own and is issued again."""
+
+
 @runtime_checkable
 class SamplerClient(Protocol):
     """Sequences that grow request by request, each keeping its cache between requests."""

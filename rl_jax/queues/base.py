@@ -1,13 +1,16 @@
 """[H] The contract of every queue: complete groups in, batches of admitted groups out.
 
+`SharedQueue` is what any process can do, `Queue` what the one can that holds the groups.
+
 A queue knows neither tasks nor models. Pacing belongs to the orchestrator, staleness to the policy
 given to `get`. tests/queues/ holds each implementation to what is written here.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from rl_jax.staleness import Admit
+from rl_jax.staleness import Admit, Drop, Wait
 from rl_jax.trajectories.types import Group
 
 State = Mapping[str, Any]
@@ -27,8 +30,13 @@ class QueueClosed(RuntimeError):
     """No further group will come."""
 
 
+UNDECIDED = Wait(math.inf, Drop("undecided"))
+"""Answered by an `admit` that has to ask elsewhere first. The group stays as if it had not been
+asked about; `reconsider` when the decision is known."""
+
+
 @runtime_checkable
-class Queue(Protocol):
+class SharedQueue(Protocol):
     """Bounded; every wait ends by its timeout (`TimeoutError`), by `fail` or by `close`."""
 
     async def put(self, group: Group, *, timeout: float) -> None:
@@ -56,6 +64,19 @@ class Queue(Protocol):
         """Asks about waiting groups again: a version was published or a rollout ended."""
         ...
 
+    def fail(self, error: BaseException) -> None:
+        """Wakes every waiter, and answers every later call, with `QueueFailed` from this error."""
+        ...
+
+    def close(self) -> None:
+        """No more puts. `get` goes on while it can be served, then raises `QueueClosed`."""
+        ...
+
+
+@runtime_checkable
+class Queue(SharedQueue, Protocol):
+    """With its content at hand, so that a checkpoint can have it of one instant."""
+
     def get_state(self) -> State:
         """Everything not acked: deliveries by update, then the queue, each in order. A group whose
         `put` has not returned is included, so a journal replayed on top may name it again."""
@@ -64,12 +85,4 @@ class Queue(Protocol):
     def set_state(self, state: State) -> None:
         """Replaces the content. What was delivered but not acked is first in the queue again, in
         the order of delivery. Strict: a `ValueError` for anything `get_state` does not make."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Wakes every waiter, and answers every later call, with `QueueFailed` from this error."""
-        ...
-
-    def close(self) -> None:
-        """No more puts. `get` goes on while it can be served, then raises `QueueClosed`."""
         ...

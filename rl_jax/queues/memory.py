@@ -4,11 +4,12 @@ Every method, `fail` too, is called on the loop; from a thread use `loop.call_so
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_jax.queues.base import OnDrop, OnPut, QueueClosed, QueueFailed, State
+from rl_jax.queues.base import UNDECIDED, OnDrop, OnPut, QueueClosed, QueueFailed, State
 from rl_jax.staleness import Admit, Drop, Take, Wait
 from rl_jax.trajectories.codec import decode_group, encode_group
 from rl_jax.trajectories.types import Group
@@ -137,6 +138,9 @@ class MemoryQueue:
             if len(chosen) == n:
                 break
             decision = admit(entry.group, published)
+            if decision is UNDECIDED:
+                ask_again.append(math.inf)
+                continue
             if isinstance(decision, Wait):
                 if entry.wait_until is None:
                     entry.wait_until = now + decision.deadline

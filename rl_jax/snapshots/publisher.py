@@ -74,10 +74,14 @@ class Publisher:
         A ValueError where `version` is not above the last one published here, or exists with
         other weights. Publishing the same weights again, after a restart, is allowed.
         """
+        return self.publish_copy(copy_tree(params), version, step)
+
+    def publish_copy(self, params: Tree, version: int, step: int) -> Coroutine[Any, Any, Published]:
+        """As `publish`, of a tree that nobody else will donate: no copy is made."""
         if version <= self._newest:
             raise ValueError(f"version {version} published after {self._newest}")
         self._newest = version
-        return self._publish(copy_tree(params), version, step)
+        return self._publish(params, version, step)
 
     async def _publish(self, params: Tree, version: int, step: int) -> Published:
         async with asyncio.timeout(self._timeout), self._turn:

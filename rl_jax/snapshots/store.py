@@ -4,9 +4,11 @@ A version without its marker does not exist for any reader. FORMAT.md is the spe
 neither samplers nor the journal.
 """
 
+import errno
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +27,11 @@ MARKER = "COMMITTED"
 POINTER = "latest"
 MANIFEST = "manifest.json"
 WEIGHTS = "weights"
+
+_REFUSED = {"RESOURCE_EXHAUSTED": errno.ENOSPC, "PERMISSION_DENIED": errno.EACCES}
+"""What tensorstore says, in a ValueError, where the system refuses to write."""
+_ONE_AT_A_TIME = threading.Lock()
+"""Orbax has state of the whole process: of two saves at once, each may make the other's folder."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,15 @@ class SnapshotStore:
         path.mkdir(parents=True)
         # Host arrays, which the digest needed anyway: Orbax writes them in half the time.
         host = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
-        ocp.save(str((path / WEIGHTS).absolute()), host)
+        _check_room(path, sum(leaf.nbytes for leaf in host.values()))
+        try:
+            with _ONE_AT_A_TIME:
+                ocp.save(str((path / WEIGHTS).absolute()), host)
+        except ValueError as error:
+            code = next((code for word, code in _REFUSED.items() if word in str(error)), None)
+            if code is None:
+                raise
+            raise OSError(code, f"{path} cannot be written ({os.strerror(code)})") from error
         (path / MANIFEST).write_text(to_json(manifest))
         # A disk serves many fsyncs at once in the time of a few.
         with ThreadPoolExecutor(8) as pool:
@@ -120,7 +135,8 @@ class SnapshotStore:
             for name, leaf in wanted.items()
         }
         try:
-            loaded = ocp.load(str(path.absolute()), stored)
+            with _ONE_AT_A_TIME:
+                loaded = ocp.load(str(path.absolute()), stored)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is corrupt: {_line(error)}") from error
         for name, leaf in loaded.items():
@@ -140,6 +156,14 @@ class SnapshotStore:
             _sync(path)
             shutil.rmtree(path)
         return tuple(gone)
+
+
+def _check_room(path: Path, needed: int) -> None:
+    """Orbax answers a full disk late, from many threads, and on many lines."""
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        text = f"{path} needs {needed / 1e6:.1f} MB of disk, {free / 1e6:.1f} MB are free"
+        raise OSError(errno.ENOSPC, text)
 
 
 def _check_fit(path: Path, manifest: Manifest, wanted: Mapping[str, Any]) -> None:

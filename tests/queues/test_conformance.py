@@ -1,7 +1,12 @@
 """What `rl_jax/queues/base.py` promises, for each implementation."""
 
 import asyncio
-from collections.abc import Callable
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
+from contextvars import ContextVar
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -9,22 +14,58 @@ import pytest
 
 from rl_jax.queues.base import QueueClosed, QueueFailed
 from rl_jax.queues.memory import MemoryQueue
+from rl_jax.queues.socket import QueueServer, SocketQueue
 from rl_jax.staleness import Drop, Take, Wait, drop_stale, lag, wait_for_stragglers
 from rl_jax.trajectories.types import Group
-from tests.queues.clock import now, run, settle
+from tests.fakes.ticks import Ticks
+from tests.queues import clock
+from tests.queues.clock import now, settle
 from tests.trajectories.build import group, same_group
 
-Make = Callable[..., Any]
+Make = Callable[..., Awaitable[Any]]
+OPEN: ContextVar[AsyncExitStack] = ContextVar("OPEN")
+"""What ends with the running test."""
 
 
-@pytest.fixture(params=[MemoryQueue], ids=["memory"])
-def make(request: pytest.FixtureRequest) -> Make:
+def run[T](main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def whole() -> T:
+        async with AsyncExitStack() as stack:
+            OPEN.set(stack)
+            return await main()
+
+    return clock.run(whole)
+
+
+@pytest.fixture(params=["memory", "socket"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """(capacity, published_version, on_put, on_drop) -> queue."""
+    numbers = count()
 
-    def build(capacity: int = 8, published: Callable[[], int] = lambda: 0, **hooks: Any) -> Any:
-        return request.param(capacity, published, **hooks)
+    async def build(
+        capacity: int = 8, published: Callable[[], int] = lambda: 0, **hooks: Any
+    ) -> Any:
+        queue = MemoryQueue(capacity, published, **hooks)
+        if request.param == "memory":
+            return queue
+        server = QueueServer(queue, token="secret", clock=Ticks())
+        address = f"unix:{tmp_path}/{next(numbers)}"
+        await OPEN.get().enter_async_context(server.serve(address))
+        far = SocketQueue(address, token="secret", clock=Ticks())
+        OPEN.get().push_async_callback(far.disconnect)
+        return far
 
     return build
+
+
+async def state_of(queue: Any) -> Any:
+    state = queue.get_state()
+    return await state if inspect.isawaitable(state) else state
+
+
+async def restore(queue: Any, state: Any) -> None:
+    done = queue.set_state(state)
+    if inspect.isawaitable(done):
+        await done
 
 
 def take_all(group: Group, published: int) -> Take:
@@ -40,8 +81,8 @@ async def fill(queue: Any, *groups: Group) -> None:
         await queue.put(g, timeout=1)
 
 
-def state_prompts(queue: Any) -> tuple[list[tuple[int, list[int]]], list[int]]:
-    state = queue.get_state()
+async def state_prompts(queue: Any) -> tuple[list[tuple[int, list[int]]], list[int]]:
+    state = await state_of(queue)
     unacked = [(d["step"], [g["prompt"] for g in d["groups"]]) for d in state["unacked"]]
     return unacked, [g["prompt"] for g in state["queued"]]
 
@@ -51,7 +92,7 @@ def state_prompts(queue: Any) -> tuple[list[tuple[int, list[int]]], list[int]]:
 
 def test_groups_come_out_whole_and_in_order(make: Make) -> None:
     async def main() -> None:
-        queue = make()
+        queue = await make()
         sent = [group(i) for i in range(5)]
         await fill(queue, *sent)
         got = await queue.get(3, take_all, step=0, timeout=1)
@@ -63,7 +104,7 @@ def test_groups_come_out_whole_and_in_order(make: Make) -> None:
 
 def test_the_oldest_version_goes_first(make: Make) -> None:
     async def main() -> None:
-        queue = make()
+        queue = await make()
         await fill(queue, group(0, 3), group(1, 1), group(2, 3), group(3, 1))
         assert prompts(await queue.get(3, take_all, step=0, timeout=1)) == [1, 3, 0]
 
@@ -72,19 +113,19 @@ def test_the_oldest_version_goes_first(make: Make) -> None:
 
 def test_get_is_all_or_nothing(make: Make) -> None:
     async def main() -> None:
-        queue = make()
+        queue = await make()
         await fill(queue, group(0))
         with pytest.raises(TimeoutError, match="no 2 groups in 5 s: 1 of 8 queued"):
             await queue.get(2, take_all, step=0, timeout=5)
         assert now() == 5
-        assert state_prompts(queue) == ([], [0])
+        assert await state_prompts(queue) == ([], [0])
 
     run(main)
 
 
 def test_a_waiting_get_is_served_by_puts(make: Make) -> None:
     async def main() -> None:
-        queue = make()
+        queue = await make()
         async with asyncio.TaskGroup() as tasks:
             batch = tasks.create_task(queue.get(2, take_all, step=0, timeout=9))
             await settle()
@@ -100,7 +141,7 @@ def test_a_waiting_get_is_served_by_puts(make: Make) -> None:
 
 def test_a_cancelled_get_takes_nothing(make: Make) -> None:
     async def main() -> None:
-        queue = make()
+        queue = await make()
         batch = asyncio.create_task(queue.get(2, take_all, step=0, timeout=9))
         await settle()
         await fill(queue, group(0))
@@ -108,14 +149,14 @@ def test_a_cancelled_get_takes_nothing(make: Make) -> None:
         await fill(queue, group(1))
         with pytest.raises(asyncio.CancelledError):
             await batch
-        assert state_prompts(queue) == ([], [0, 1])
+        assert await state_prompts(queue) == ([], [0, 1])
 
     run(main)
 
 
 def test_many_producers_and_consumers_lose_and_repeat_nothing(make: Make) -> None:
     async def main() -> None:
-        queue = make(capacity=3)
+        queue = await make(capacity=3)
         got: list[int] = []
 
         async def consume(times: int) -> None:
@@ -137,26 +178,26 @@ def test_many_producers_and_consumers_lose_and_repeat_nothing(make: Make) -> Non
 
 def test_put_waits_for_room(make: Make) -> None:
     async def main() -> None:
-        queue = make(capacity=2)
+        queue = await make(capacity=2)
         await fill(queue, group(0), group(1))
         third = asyncio.create_task(queue.put(group(2), timeout=9))
         await settle()
-        assert not third.done() and len(queue) == 2
+        assert not third.done() and (await state_prompts(queue))[1] == [0, 1]
         await queue.get(1, take_all, step=0, timeout=1)
         await third
-        assert state_prompts(queue) == ([(0, [0])], [1, 2])
+        assert await state_prompts(queue) == ([(0, [0])], [1, 2])
 
     run(main)
 
 
 def test_put_gives_up_at_its_deadline(make: Make) -> None:
     async def main() -> None:
-        queue = make(capacity=1)
+        queue = await make(capacity=1)
         await fill(queue, group(0))
         with pytest.raises(TimeoutError, match="no room for a group in 3 s: 1 of 1 queued"):
             await queue.put(group(1), timeout=3)
         assert now() == 3
-        assert state_prompts(queue) == ([], [0])
+        assert await state_prompts(queue) == ([], [0])
 
     run(main)
 
@@ -164,7 +205,7 @@ def test_put_gives_up_at_its_deadline(make: Make) -> None:
 def test_a_drop_makes_room(make: Make) -> None:
     async def main() -> None:
         published = [0]
-        queue = make(capacity=1, published=lambda: published[0])
+        queue = await make(capacity=1, published=lambda: published[0])
         await fill(queue, group(0, 0))
         waiting = asyncio.create_task(queue.put(group(1, 5), timeout=9))
         published[0] = 5
@@ -176,13 +217,17 @@ def test_a_drop_makes_room(make: Make) -> None:
 
 @pytest.mark.parametrize("n", [0, 3])
 def test_a_batch_that_can_never_fit_is_refused(make: Make, n: int) -> None:
-    with pytest.raises(ValueError, match=f"batch of {n} groups from a queue of 2"):
-        run(lambda: make(capacity=2).get(n, take_all, step=0, timeout=1))
+    async def main() -> None:
+        queue = await make(capacity=2)
+        with pytest.raises(ValueError, match=f"batch of {n} groups from a queue of 2"):
+            await queue.get(n, take_all, step=0, timeout=1)
+
+    run(main)
 
 
-def test_capacity_below_one_is_refused(make: Make) -> None:
+def test_capacity_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="capacity is 0"):
-        make(capacity=0)
+        MemoryQueue(0, lambda: 0)
 
 
 # --- staleness -----------------------------------------------------------------------------------
@@ -191,14 +236,14 @@ def test_capacity_below_one_is_refused(make: Make) -> None:
 def test_time_in_the_queue_counts(make: Make) -> None:
     async def main() -> None:
         published, dropped = [4], []
-        queue = make(
+        queue = await make(
             published=lambda: published[0], on_drop=lambda g, why: dropped.append((g.prompt, why))
         )
         await fill(queue, group(0, 3), group(1, 4), group(2, 3), group(3, 5))
         published[0] = 5  # after every put
         assert prompts(await queue.get(2, drop_stale(1), step=0, timeout=1)) == [1, 3]
         assert dropped == [(0, "lag 2 above 1"), (2, "lag 2 above 1")]
-        assert state_prompts(queue) == ([(0, [1, 3])], [])
+        assert await state_prompts(queue) == ([(0, [1, 3])], [])
 
     run(main)
 
@@ -206,7 +251,7 @@ def test_time_in_the_queue_counts(make: Make) -> None:
 def test_a_batch_is_admitted_at_one_published_version(make: Make) -> None:
     async def main() -> None:
         published = [0]
-        queue = make(published=lambda: published[0])
+        queue = await make(published=lambda: published[0])
         batch = asyncio.create_task(queue.get(2, drop_stale(1), step=0, timeout=9))
         await settle()
         await fill(queue, group(0, 0))
@@ -220,7 +265,7 @@ def test_a_batch_is_admitted_at_one_published_version(make: Make) -> None:
 
 def test_dropping_everything_ends_at_the_deadline(make: Make) -> None:
     async def main() -> None:
-        queue = make(published=lambda: 9)
+        queue = await make(published=lambda: 9)
         await fill(queue, *map(group, range(4)))
         with pytest.raises(TimeoutError, match="0 of 8 queued"):
             await queue.get(1, drop_stale(1), step=0, timeout=7)
@@ -232,7 +277,7 @@ def test_dropping_everything_ends_at_the_deadline(make: Make) -> None:
 def test_younger_groups_wait_for_the_straggler(make: Make) -> None:
     async def main() -> None:
         in_flight = {4}
-        queue = make(published=lambda: 6)
+        queue = await make(published=lambda: 6)
         admit = wait_for_stragglers(2, lambda: in_flight, patience=30.0)
         await fill(queue, group(0, 6), group(1, 5))
         batch = asyncio.create_task(queue.get(2, admit, step=0, timeout=99))
@@ -249,7 +294,7 @@ def test_younger_groups_wait_for_the_straggler(make: Make) -> None:
 def test_a_straggler_that_failed_holds_nobody_after_reconsider(make: Make) -> None:
     async def main() -> None:
         in_flight = {4}
-        queue = make(published=lambda: 6)
+        queue = await make(published=lambda: 6)
         await fill(queue, group(0, 6))
         admit = wait_for_stragglers(2, lambda: in_flight, patience=30.0)
         batch = asyncio.create_task(queue.get(1, admit, step=0, timeout=99))
@@ -264,7 +309,7 @@ def test_a_straggler_that_failed_holds_nobody_after_reconsider(make: Make) -> No
 
 def test_patience_ends_once_per_group_even_over_several_gets(make: Make) -> None:
     async def main() -> None:
-        queue = make(published=lambda: 6)
+        queue = await make(published=lambda: 6)
         await fill(queue, group(0, 6))
         admit = wait_for_stragglers(2, lambda: {4}, patience=30.0)
         with pytest.raises(TimeoutError):
@@ -278,7 +323,9 @@ def test_patience_ends_once_per_group_even_over_several_gets(make: Make) -> None
 def test_waiting_never_admits_a_lag_above_tau(make: Make) -> None:
     async def main() -> None:
         published, dropped = [6], []
-        queue = make(published=lambda: published[0], on_drop=lambda g, why: dropped.append(why))
+        queue = await make(
+            published=lambda: published[0], on_drop=lambda g, why: dropped.append(why)
+        )
         await fill(queue, group(0, 5))
         admit = wait_for_stragglers(2, lambda: {published[0] - 2}, patience=30.0)
         with pytest.raises(TimeoutError):
@@ -294,7 +341,7 @@ def test_waiting_never_admits_a_lag_above_tau(make: Make) -> None:
 def test_a_policy_may_wait_and_then_drop(make: Make) -> None:
     async def main() -> None:
         dropped = []
-        queue = make(on_drop=lambda g, why: dropped.append((why, now())))
+        queue = await make(on_drop=lambda g, why: dropped.append((why, now())))
         await fill(queue, group(0))
         with pytest.raises(TimeoutError):
             await queue.get(1, lambda g, v: Wait(4.0, Drop("unfit")), step=0, timeout=9)
@@ -306,7 +353,7 @@ def test_a_policy_may_wait_and_then_drop(make: Make) -> None:
 def test_lag_never_exceeds_tau_at_consumption_under_constant_pushes(make: Make) -> None:
     async def main() -> None:
         tau, published, lags = 2, [0], []
-        queue = make(capacity=6, published=lambda: published[0])
+        queue = await make(capacity=6, published=lambda: published[0])
 
         async def produce() -> None:
             for i in range(200):
@@ -333,31 +380,31 @@ def test_lag_never_exceeds_tau_at_consumption_under_constant_pushes(make: Make) 
 
 def test_ack_is_cumulative(make: Make) -> None:
     async def main() -> None:
-        queue = make()
+        queue = await make()
         await fill(queue, *map(group, range(7)))
         for step in range(3):
             await queue.get(2, take_all, step=step, timeout=1)
-        assert state_prompts(queue) == ([(0, [0, 1]), (1, [2, 3]), (2, [4, 5])], [6])
+        assert await state_prompts(queue) == ([(0, [0, 1]), (1, [2, 3]), (2, [4, 5])], [6])
         queue.ack(1)
-        assert state_prompts(queue) == ([(2, [4, 5])], [6])
+        assert await state_prompts(queue) == ([(2, [4, 5])], [6])
         queue.ack(0)
-        assert state_prompts(queue) == ([(2, [4, 5])], [6])
+        assert await state_prompts(queue) == ([(2, [4, 5])], [6])
 
     run(main)
 
 
 def test_resume_repeats_nothing_and_loses_nothing(make: Make) -> None:
     async def main() -> None:
-        first = make()
+        first = await make()
         sent = [group(i) for i in range(7)]
         await fill(first, *sent)
         await first.get(2, take_all, step=0, timeout=1)
         await first.get(2, take_all, step=1, timeout=1)
         first.ack(0)
-        saved = msgpack.packb(first.get_state())
+        saved = msgpack.packb(await state_of(first))
 
-        second = make()
-        second.set_state(msgpack.unpackb(saved))
+        second = await make()
+        await restore(second, msgpack.unpackb(saved))
         again = await second.get(2, take_all, step=1, timeout=1)
         rest = await second.get(3, take_all, step=2, timeout=1)
         assert prompts(again) == [2, 3] and prompts(rest) == [4, 5, 6]
@@ -368,12 +415,12 @@ def test_resume_repeats_nothing_and_loses_nothing(make: Make) -> None:
 
 def test_a_restored_queue_may_be_above_its_bound_but_takes_no_more(make: Make) -> None:
     async def main() -> None:
-        first = make(capacity=2)
+        first = await make(capacity=2)
         await fill(first, group(0), group(1))
         await first.get(2, take_all, step=0, timeout=1)
         await fill(first, group(2), group(3))
-        second = make(capacity=2)
-        second.set_state(first.get_state())
+        second = await make(capacity=2)
+        await restore(second, await state_of(first))
         with pytest.raises(TimeoutError):
             await second.put(group(4), timeout=1)
         assert prompts(await second.get(2, take_all, step=0, timeout=1)) == [0, 1]
@@ -382,7 +429,10 @@ def test_a_restored_queue_may_be_above_its_bound_but_takes_no_more(make: Make) -
 
 
 def test_state_has_the_same_keys_when_empty(make: Make) -> None:
-    assert set(make().get_state()) == {"unacked", "queued"}
+    async def main() -> None:
+        assert set(await state_of(await make())) == {"unacked", "queued"}
+
+    run(main)
 
 
 @pytest.mark.parametrize(
@@ -400,18 +450,18 @@ def test_state_has_the_same_keys_when_empty(make: Make) -> None:
 )
 def test_a_foreign_state_is_refused_and_changes_nothing(make: Make, state: dict) -> None:
     async def main() -> None:
-        queue = make()
+        queue = await make()
         await fill(queue, group(0))
         with pytest.raises(ValueError, match=r"queue state|group"):
-            queue.set_state(state)
-        assert state_prompts(queue) == ([], [0])
+            await restore(queue, state)
+        assert await state_prompts(queue) == ([], [0])
 
     run(main)
 
 
 def test_steps_do_not_go_back(make: Make) -> None:
     async def main() -> None:
-        queue = make()
+        queue = await make()
         await fill(queue, group(0), group(1))
         await queue.get(1, take_all, step=3, timeout=1)
         with pytest.raises(ValueError, match="update 2 after those for 3"):
@@ -426,7 +476,7 @@ def test_steps_do_not_go_back(make: Make) -> None:
 def test_put_returns_and_get_serves_only_what_is_durable(make: Make) -> None:
     async def main() -> None:
         written = [asyncio.Event(), asyncio.Event()]
-        queue = make(on_put=lambda g: written[g.prompt].wait())
+        queue = await make(on_put=lambda g: written[g.prompt].wait())
         puts = [asyncio.create_task(queue.put(group(i), timeout=9)) for i in range(2)]
         await settle()
         written[1].set()
@@ -443,7 +493,7 @@ def test_put_returns_and_get_serves_only_what_is_durable(make: Make) -> None:
 def test_order_is_decided_before_durability(make: Make) -> None:
     async def main() -> None:
         written = [asyncio.Event(), asyncio.Event()]
-        queue = make(on_put=lambda g: written[g.prompt].wait())
+        queue = await make(on_put=lambda g: written[g.prompt].wait())
         async with asyncio.TaskGroup() as tasks:
             for i in range(2):
                 tasks.create_task(queue.put(group(i), timeout=9))
@@ -459,15 +509,15 @@ def test_order_is_decided_before_durability(make: Make) -> None:
 def test_groups_being_written_fill_the_queue(make: Make) -> None:
     async def main() -> None:
         never = asyncio.Event()
-        queue = make(capacity=1, on_put=lambda g: never.wait())
+        queue = await make(capacity=1, on_put=lambda g: never.wait())
         first = asyncio.create_task(queue.put(group(0), timeout=9))
         await settle()
         with pytest.raises(TimeoutError):
             await queue.put(group(1), timeout=1)
-        assert state_prompts(queue) == ([], [0])
+        assert await state_prompts(queue) == ([], [0])
         with pytest.raises(TimeoutError):
             await first
-        assert state_prompts(queue) == ([], [])
+        assert await state_prompts(queue) == ([], [])
 
     run(main)
 
@@ -477,10 +527,10 @@ def test_a_group_that_cannot_be_written_is_not_queued(make: Make) -> None:
         async def full(_: Group) -> None:
             raise OSError("disk full")
 
-        queue = make(on_put=full)
+        queue = await make(on_put=full)
         with pytest.raises(OSError, match="disk full"):
             await queue.put(group(0), timeout=1)
-        assert len(queue) == 0
+        assert await state_prompts(queue) == ([], [])
 
     run(main)
 
@@ -490,10 +540,10 @@ def test_a_group_that_cannot_be_written_is_not_queued(make: Make) -> None:
 
 def test_fail_wakes_every_waiter_with_the_error(make: Make) -> None:
     async def main() -> None:
-        queue = make(capacity=1)
+        queue = await make(capacity=1)
         getters = [asyncio.create_task(queue.get(1, take_all, step=0, timeout=1e9))]
         await settle()
-        blocked = make(capacity=1)
+        blocked = await make(capacity=1)
         await fill(blocked, group(0))
         putters = [asyncio.create_task(blocked.put(group(i), timeout=1e9)) for i in (1, 2)]
         await settle()
@@ -501,9 +551,8 @@ def test_fail_wakes_every_waiter_with_the_error(make: Make) -> None:
         queue.fail(error)
         blocked.fail(error)
         for task in getters + putters:
-            with pytest.raises(QueueFailed, match="RuntimeError: collector died") as caught:
+            with pytest.raises(QueueFailed, match="queue failed: RuntimeError: collector died"):
                 await task
-            assert caught.value.__cause__ is error
         assert now() == 0
 
     run(main)
@@ -511,7 +560,7 @@ def test_fail_wakes_every_waiter_with_the_error(make: Make) -> None:
 
 def test_after_fail_every_call_says_the_first_error_and_the_state_is_there(make: Make) -> None:
     async def main() -> None:
-        queue = make()
+        queue = await make()
         await fill(queue, group(0))
         queue.fail(ValueError("first"))
         queue.fail(ValueError("second"))
@@ -521,14 +570,14 @@ def test_after_fail_every_call_says_the_first_error_and_the_state_is_there(make:
         ):
             with pytest.raises(QueueFailed, match="first"):
                 await call()
-        assert state_prompts(queue) == ([], [0])
+        assert await state_prompts(queue) == ([], [0])
 
     run(main)
 
 
 def test_a_closed_queue_serves_what_it_has_then_ends(make: Make) -> None:
     async def main() -> None:
-        queue = make()
+        queue = await make()
         await fill(queue, *map(group, range(3)))
         queue.close()
         assert prompts(await queue.get(2, take_all, step=0, timeout=1e9)) == [0, 1]
@@ -543,7 +592,7 @@ def test_a_closed_queue_serves_what_it_has_then_ends(make: Make) -> None:
 
 def test_close_wakes_waiters(make: Make) -> None:
     async def main() -> None:
-        queue, full = make(), make(capacity=1)
+        queue, full = await make(), await make(capacity=1)
         await fill(full, group(0))
         tasks = [
             asyncio.create_task(queue.get(1, take_all, step=0, timeout=1e9)),
@@ -562,7 +611,7 @@ def test_close_wakes_waiters(make: Make) -> None:
 def test_a_closed_queue_still_waits_out_patience_and_writes(make: Make) -> None:
     async def main() -> None:
         written = asyncio.Event()
-        queue = make(on_put=lambda g: written.wait())
+        queue = await make(on_put=lambda g: written.wait())
         put = asyncio.create_task(queue.put(group(0), timeout=1e9))
         await settle()
         queue.close()

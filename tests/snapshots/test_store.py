@@ -1,10 +1,12 @@
 """The store: what a reader sees at every point of a write, and after every kind of damage."""
 
+import errno
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -14,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax.arrays import Tree
+from rl_jax.snapshots import store as module
 from rl_jax.snapshots.manifest import build_manifest
 from rl_jax.snapshots.policies import keep_last
 from rl_jax.snapshots.store import SnapshotStore
@@ -128,6 +131,56 @@ def test_a_committed_version_is_never_replaced(store: SnapshotStore) -> None:
     with pytest.raises(ValueError, match="1 exists with other weights"):
         publish(store, 1, params(2.0))
     assert same(store.load(1, abstract(params())), params())
+
+
+def test_a_full_disk_is_told_in_one_line(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is written where it can be foreseen, and as an OSError where it cannot."""
+    nearly = shutil.disk_usage("/")._replace(free=100)
+    with monkeypatch.context() as full:
+        full.setattr(module.shutil, "disk_usage", lambda path: nearly)
+        with pytest.raises(OSError, match=r"0 needs \S+ MB of disk, 0\.0 MB are free") as caught:
+            publish(store, 0, params())
+    assert caught.value.errno == errno.ENOSPC
+
+    def refused(*args: object) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing\nmany lines")
+
+    with monkeypatch.context() as full:
+        full.setattr(module.ocp, "save", refused)
+        with pytest.raises(OSError, match="cannot be written") as caught:
+            publish(store, 0, params())
+    assert caught.value.errno == errno.ENOSPC and "\n" not in str(caught.value)
+    assert store.versions() == ()
+    publish(store, 0, params())
+    assert store.versions() == (0,)
+
+
+def test_two_stores_of_a_process_save_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of Orbax's saves at once make and remove each other's folders."""
+    at_once, most = [0], [0]
+    save = module.ocp.save
+
+    def counted(*args: object) -> None:
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        save(*args)
+        at_once[0] -= 1
+
+    monkeypatch.setattr(module.ocp, "save", counted)
+
+    def publish_all(name: str) -> list[int]:
+        own = SnapshotStore(tmp_path / name)
+        for version in range(4):
+            publish(own, version, params(version + 1.0))
+        return list(own.versions())
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(publish_all, ("snapshots", "checkpoints"))) == [[0, 1, 2, 3]] * 2
+    assert most == [1]
 
 
 def test_the_pointer_never_goes_back(store: SnapshotStore) -> None:
