@@ -1,7 +1,13 @@
 """[N] How stale is too stale: the lag of a group, and policies that admit it to a batch.
 
 A policy is a function `admit(group, published_version) -> decision`, asked at consumption, so time
-spent in the queue counts. No policy here ever admits a lag above tau.
+spent in the queue counts. Whichever is chosen, no token of a lag above tau is trained on:
+
+- drop: `drop_stale`; what is too old is lost.
+- wait: `wait_for_stragglers`; the trainer waits for a group that the next push would make too old.
+- mask: `take_all`; the loss masks the tokens that are too old (`losses.ratios.mask_stale`).
+- pace: `drop_stale`, which finds nothing to drop, since the orchestrator starts no group that could
+  become too old (`orchestrator.decide`).
 """
 
 import math
@@ -54,6 +60,11 @@ def drop_stale(tau: int) -> Admit:
         return Take() if behind <= tau else Drop(f"lag {behind} above {tau}")
 
     return admit
+
+
+def take_all(group: Group, published_version: int) -> Decision:
+    """Takes every lag; for a loss that masks the tokens it must not train on."""
+    return Take()
 
 
 def wait_for_stragglers(tau: int, in_flight: Callable[[], Iterable[int]], patience: float) -> Admit:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_jax.staleness import Drop, Take, Wait, drop_stale, lag, wait_for_stragglers
+from rl_jax.staleness import Drop, Take, Wait, drop_stale, lag, take_all, wait_for_stragglers
 from rl_jax.trajectories.types import Group
 from tests.trajectories.build import group, steady, trajectory
 
@@ -32,6 +32,11 @@ def test_a_group_that_sampled_nothing_has_no_lag() -> None:
 )
 def test_drop_stale(published: int, decision: object) -> None:
     assert drop_stale(2)(group(version=4), published) == decision
+
+
+@pytest.mark.parametrize("published", [4, 99])
+def test_take_all_leaves_it_to_the_loss(published: int) -> None:
+    assert take_all(group(version=4), published) == Take()
 
 
 @pytest.mark.parametrize("tau", [0, -1])

@@ -14,7 +14,7 @@ from rl_jax.config.run import RunConfig
 _BARE_WORD = re.compile(r"[A-Za-z_./][\w./:-]*")
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load(path: Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> RunConfig:
     """The configuration in `path` with each override `a.b=value` applied, later ones winning.
 
     Raises UserError, in one line, for anything wrong with the file, an override or a value.
@@ -28,13 +28,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         both = f"{path} with --set" if overrides else path
         source = "--set" if key.partition("[")[0] in set_here else both
         raise UserError(f"{source}: {sentence}") from None
-    _check_task_file(config.task.name)
+    if check_files:
+        _check_task_file(config.task.name)
     return config
 
 
 def resolved(config: RunConfig) -> str:
     """TOML text with every value of `config`, defaults included; `load` reads it back equal."""
-    return "\n".join(_lines(config.model_dump(), "")).strip() + "\n"
+    return "\n".join(lines(config.model_dump())).strip() + "\n"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -84,8 +85,8 @@ def _check_task_file(name: str) -> None:
         raise UserError(f"task.name = {toml_value(name)}: there is no file {file}")
 
 
-def _lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """TOML of `table`: its values first, then its tables; an absent value has no line."""
+def lines(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The TOML of `table`: its values first, then its tables; an absent value has no line."""
     for key, value in table.items():
         if value is not None and not isinstance(value, Mapping):
             yield f"{key} = {toml_value(value)}"
@@ -93,4 +94,4 @@ def _lines(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
         if isinstance(value, Mapping):
             if any(not isinstance(v, Mapping) for v in value.values()):
                 yield f"\n[{prefix}{key}]"
-            yield from _lines(value, f"{prefix}{key}.")
+            yield from lines(value, f"{prefix}{key}.")

@@ -124,11 +124,15 @@ class Advantage(Section):
 
 
 class Staleness(Section):
-    """A group whose oldest token lags more than `tau` pushes is not trained on."""
+    """No token that lags more than `tau` pushes is trained on."""
 
     tau: Count = 4
-    when_stale: Literal["drop", "wait"] = "drop"
+    when_stale: Literal["drop", "wait", "mask", "pace"] = "drop"
+    """Groups with such a token are dropped, or awaited before a push would make them so ("wait"),
+    or taken with such tokens masked ("mask"), or never come to be: no group starts that could end
+    up with one ("pace")."""
     wait_deadline_s: Positive = 60.0
+    """Longest that "wait" holds back the trainer for one group."""
 
 
 class Sampler(Section):
@@ -140,7 +144,9 @@ class Sampler(Section):
     prefill_tokens: Buckets = (16, 64)
     """Compiled prefill lengths, ascending."""
     max_context: Chunked = 128
-    on_push: Literal["recompute", "drain"] = "recompute"
+    on_push: Literal["recompute", "drain", "keep"] = "recompute"
+    """Running requests rebuild their cache under new weights, or finish first ("drain"), or go on
+    with the cache of the old ones ("keep")."""
     sessions: Count = 384
     """Sequences that hold pages at once."""
 
@@ -164,6 +170,12 @@ class Rollout(Section):
     tool_deadline_s: Positive = 5.0
     ahead: NonNegative = 2.0
     """Batches that may be finished or under way before the trainer asks for them."""
+    over_sample: NonNegative = 0.0
+    """With ahead = 0: share of a batch's groups that is started on top; those still under way once
+    the batch is trained on are cancelled."""
+    retry_pause_s: Positive = 1.0
+    """No group starts for so long after one whose rollouts the environment broke; doubles while
+    that goes on."""
 
     @field_validator("top_p")
     @classmethod
@@ -188,6 +200,27 @@ class Deadlines(Section):
     queue_get_s: Positive = 300.0
     put_s: Positive = 300.0
     step_s: Positive = 300.0
+    start_s: Positive = 1800.0
+    """From the start of a process until all others are there."""
+
+
+class Processes(Section):
+    """Of `rl-jax run --roles processes`."""
+
+    samplers: Count = 1
+    """Sampler processes, each with a mesh of its own."""
+    address: Annotated[str, Field(pattern=r"^(unix|tcp:[0-9A-Za-z.-]*:[0-9]{1,5})$")] = "unix"
+    """How they talk: Unix sockets, or tcp:HOST:PORT, the first of 2 + samplers ports."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """Of each role, within ten minutes."""
+
+
+class Checkpoint(Section):
+    """What a resumed run starts from. One is written whenever a run stops, too."""
+
+    every: Count = 4
+    """Pushes between two."""
+    keep: Count = 2
 
 
 class Control(Section):
@@ -213,6 +246,8 @@ class RunConfig(Section):
     rollout: Rollout = Rollout()
     evaluation: Evaluation = Evaluation()
     deadlines: Deadlines = Deadlines()
+    checkpoint: Checkpoint = Checkpoint()
+    processes: Processes = Processes()
     control: Control = Control()
 
     @property
@@ -239,6 +274,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.ahead = {rollout.ahead}: needs at most staleness.tau x "
                 f"trainer.push_every = {fresh}, or batches are stale before they are trained on"
+            )
+        if rollout.over_sample and rollout.ahead:
+            raise ValueError(
+                f"rollout.over_sample = {rollout.over_sample}: needs rollout.ahead = 0, not "
+                f"{rollout.ahead}: ahead of the trainer there is no batch to cancel the rest of"
             )
         return self
 

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from rl_jax.losses.types import LossTransform, Metrics, Scores, Terms, stateless
 from rl_jax.metrics import names
@@ -54,3 +55,48 @@ def two_sided_mask(eps_low: float, eps_high: float) -> LossTransform:
         return terms._replace(factor=factor), metrics
 
     return stateless(apply)
+
+
+def mask_stale(tau: int) -> LossTransform:
+    """Keeps the factor of tokens whose lag is at most `tau`, 0 elsewhere.
+
+    As with every mask, what is masked stays in the denominator of the reduction.
+    """
+    if tau < 0:
+        raise ValueError(f"mask_stale: tau must be at least 0, got {tau}")
+
+    def apply(scores: Scores, terms: Terms) -> tuple[Terms, Metrics]:
+        stale = scores.lag > tau
+        sampled = scores.mask.astype(jnp.float32)
+        metrics = {names.STALE_SHARE: Mean.of(stale.astype(jnp.float32), sampled)}
+        return terms._replace(factor=jnp.where(stale, 0.0, terms.factor)), metrics
+
+    return stateless(apply)
+
+
+def weight_moments() -> LossTransform:
+    """Changes nothing; reports means of w and w^2, w the factor as the masks before it left it.
+
+    Their `ess_share` says how many of the sampled tokens the estimate really rests on.
+    """
+
+    def apply(scores: Scores, terms: Terms) -> tuple[Terms, Metrics]:
+        sampled = scores.mask.astype(jnp.float32)
+        metrics = {
+            names.ESS_WEIGHT: Mean.of(terms.factor, sampled),
+            names.ESS_WEIGHT_SQUARED: Mean.of(jnp.square(terms.factor), sampled),
+        }
+        return terms, metrics
+
+    return stateless(apply)
+
+
+def ess_share(
+    mean_weight: float | Float[Array, ""], mean_squared: float | Float[Array, ""]
+) -> Float[Array, ""]:
+    """Effective sample size over sample size, mean(w)^2 / mean(w^2), in (0, 1].
+
+    1 where all weights are equal, 1 / n where one of n counts alone. 0 where every weight is 0.
+    """
+    some = jnp.asarray(mean_squared) > 0
+    return jnp.where(some, jnp.square(mean_weight) / jnp.where(some, mean_squared, 1.0), 0.0)

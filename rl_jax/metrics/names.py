@@ -25,6 +25,15 @@ RATIO_MAX = "ratio_max"
 """Largest such ratio."""
 MASKED_SHARE = "masked_share"
 """Share of the sampled tokens outside the trust band: no gradient, still in the denominator."""
+STALE_SHARE = "stale_share"
+"""Share of the sampled tokens masked for a lag above the staleness bound; only where the policy
+masks."""
+ESS_WEIGHT = "ess/weight"
+"""Mean weight of the sampled tokens, masked ones 0."""
+ESS_WEIGHT_SQUARED = "ess/weight_squared"
+"""Mean of that weight's square."""
+ESS_SHARE = "ess_share"
+"""Effective sample size of the weights over the number of sampled tokens."""
 DLOGP_FRESH = "dlogp_fresh"
 """Largest |behavior - trainer log-probability| over one version's tokens, under the weights
 published as that version. Told once a version, at the first batch with tokens of it,
@@ -36,7 +45,7 @@ FRESH_TOKENS = "fresh_tokens"
 LAG_MEAN = "lag_mean"
 """Mean over sampled tokens of newest published version - the token's version, at consumption."""
 LAG_MAX = "lag_max"
-"""Largest lag at consumption; never above the staleness bound."""
+"""Largest lag at consumption; above the staleness bound only where the policy masks such tokens."""
 LAG_UPDATES_MEAN = "lag_updates_mean"
 """Mean lag counted in updates instead of pushes."""
 
@@ -55,6 +64,13 @@ TRAINED_LENGTH = "trained_length"
 OFFERED_LENGTH = "offered_length"
 """Mean tokens of a finished trajectory, trained or not; how far `trained_length` is from it is
 the bias of the staleness policy."""
+
+WAIT_SECONDS = "wait_seconds"
+"""How long the trainer waited for the batch of this update."""
+STEP_SECONDS = "step_seconds"
+"""Scores, gradients and update on the trainer's mesh, an audit included."""
+PUSH_SECONDS = "push_seconds"
+"""How long a push kept the trainer: the reset and the copy; 0 without a push."""
 
 QUEUE_DEPTH = "queue_depth"
 """Complete groups that wait for the trainer."""

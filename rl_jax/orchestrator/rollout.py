@@ -40,7 +40,10 @@ async def run_rollout(
     limits: RolloutLimits,
     on_session: OnSession = lambda key, session: None,
 ) -> Trajectory:
-    """Runs one execution of `prompt` to its end. Raises only for faults of the program itself."""
+    """Runs one execution of `prompt` to its end.
+
+    Raises SamplerLost where the sampler went away, and else only for faults of the program itself.
+    """
     session = Session(
         sampler,
         key,

@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,8 +39,13 @@ class Engine:
     """A `SamplerClient` over one mesh. `run` is its loop; everything else is called beside it.
 
     `on_push` says what a swap does to running requests: "recompute" swaps between two steps and
-    computes their caches again, "drain" lets them finish first.
+    computes their caches again, "keep" goes on with the caches of older weights, "drain" lets
+    requests finish first. `on_swap` hears, after the first step under new weights, of their version
+    and of the pause before it: the seconds since the last step under older ones ended, or since
+    there was something to do again.
     """
+
+    STEPS_KEPT = 1000
 
     def __init__(
         self,
@@ -47,13 +54,22 @@ class Engine:
         dispatcher: Dispatcher,
         *,
         on_push: str = "recompute",
+        on_swap: Callable[[int, float], object] = lambda version, pause: None,
     ) -> None:
         self.weights = weights
         self.sampled_tokens = 0
+        self.stale_cache_tokens = 0
+        """Sampled from a cache with older versions than their own in it."""
         self.steps = 0
+        self.pauses: list[float] = []
+        """Seconds, one for each version that stepped, as `on_swap` hears them."""
+        self.step_seconds: deque[float] = deque(maxlen=self.STEPS_KEPT)
+        """Of the last decode steps."""
+        self._on_swap = on_swap
+        self._stepped, self._ready_since = weights.version, time.perf_counter()
         self._programs, self._dispatcher = programs, dispatcher
         self._layout, self._shapes = programs.layout, programs.shapes
-        self._drains = on_push == "drain"
+        self._on_push = on_push
         self._pool = programs.make_pool()
         self._pages = PageTable(programs.layout)
         self._sequences: dict[int, Sequence] = {}
@@ -153,17 +169,32 @@ class Engine:
         if step is None:
             self._wake.clear()
             await self._wake.wait()
+            self._ready_since = time.perf_counter()
             return
         for sequence, count in zip(step.rows, step.counts, strict=True):
             if sequence:
                 self._pages.grow(sequence.row, sequence.cached + count)
         weights, inputs = self.weights, step_inputs(step, self._layout)
-        _, sampled = await self._dispatcher.run(self._execute, step.width, weights.params, inputs)
+        began = time.perf_counter()
+        label = "decode" if step.width == 1 else f"prefill {step.width}"
+        _, sampled = await self._dispatcher.run(
+            self._execute, step.width, weights.params, inputs, label=label
+        )
+        self._time(step.width, weights.version, began)
         self.steps += 1
         self._absorb(step, sampled, weights.version)
         for index, sequence in enumerate(step.rows):
             if sequence and not sampled.finite[index]:
                 await self._dispatcher.run(self._clear, sequence.row.shard, inputs.pages, index)
+
+    def _time(self, width: int, version: int, began: float) -> None:
+        pause, self._ready_since = began - self._ready_since, time.perf_counter()
+        if width == 1:
+            self.step_seconds.append(self._ready_since - began)
+        if version != self._stepped:
+            self._stepped = version
+            self.pauses.append(pause)
+            self._on_swap(version, pause)
 
     # Both run on the dispatcher's thread: whatever comes next there finds the pool they leave.
 
@@ -178,11 +209,12 @@ class Engine:
         return self._pool
 
     def _swap_if_staged(self) -> None:
-        if self._staged is None or (self._drains and self._busy()):
+        if self._staged is None or (self._on_push == "drain" and self._busy()):
             return
         self.weights = self._staged.weights
-        for sequence in self._sequences.values():
-            sequence.invalidate()
+        if self._on_push != "keep":
+            for sequence in self._sequences.values():
+                sequence.invalidate()
         for waiter in self._staged.waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -214,6 +246,7 @@ class Engine:
         running.raw_logprobs.append(float(sampled.raw_logprobs[index]))
         running.versions.append(version)
         self.sampled_tokens += 1
+        self.stale_cache_tokens += sequence.oldest_cached < version
         if token in running.request.stop_ids:
             self._finish(sequence, running.completion(Finish.STOP))
         elif (

@@ -4,6 +4,7 @@ A sequence's log is what has been appended and sampled; the first `cached` token
 pool. One uncached token is a decode, more are a prefill.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -48,6 +49,8 @@ class Sequence:
     cached: int = 0
     recompute_until: int = 0
     """Tokens before this index were cached once under older weights."""
+    oldest_cached: float = math.inf
+    """The oldest version in the cache; inf where nothing is cached."""
     segments: list[Segment] = field(default_factory=list)
     requests: int = 0
     running: Running | None = None
@@ -62,10 +65,12 @@ class Sequence:
         """Forgets the cache (new weights): everything is computed again before the next token."""
         self.recompute_until = max(self.recompute_until, self.cached)
         self.cached = 0
+        self.oldest_cached = math.inf
 
     def enter_cache(self, count: int, version: int, origin: Origin) -> None:
         """The next `count` tokens of the log are in the cache now, computed by `version`."""
         start, end = self.cached, self.cached + count
+        self.oldest_cached = min(self.oldest_cached, version)
         cut = min(max(start, self.recompute_until), end)
         for a, b, how in ((start, cut, Origin.RECOMPUTE), (cut, end, origin)):
             if a < b:

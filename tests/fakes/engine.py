@@ -24,8 +24,8 @@ class Stepped(Dispatcher):
         self.count = 0
         self.after: dict[int, Callable[[], Awaitable[object]]] = {}
 
-    async def run(self, program: Callable[..., Any], *args: Any) -> Any:
-        outputs = await super().run(program, *args)
+    async def run(self, program: Callable[..., Any], *args: Any, label: str = "") -> Any:
+        outputs = await super().run(program, *args, label=label)
         self.count += 1
         if self.count in self.after:
             await self.after[self.count]()
@@ -39,6 +39,7 @@ def run[T](
     programs: Programs | None = None,
     weights: Weights | None = None,
     on_push: str = "recompute",
+    on_swap: Callable[[int, float], object] = lambda version, pause: None,
 ) -> T:
     """The result of `main(engine, dispatcher)` while the engine's loop runs; no hang survives."""
 
@@ -48,6 +49,7 @@ def run[T](
             programs or tiny.compiled().programs,
             dispatcher,
             on_push=on_push,
+            on_swap=on_swap,
         )
         loop = asyncio.create_task(engine.run())
         try:
