@@ -1,8 +1,12 @@
-"""[H] `metrics.jsonl`: one JSON object a line, on disk as soon as it is written."""
+"""[H] Metrics on disk: `metrics.jsonl`, one JSON object a line, and the same for TensorBoard.
+
+TensorBoard's own package writes its files; it comes with the `report` extra.
+"""
 
 import json
 import math
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,6 +54,34 @@ class JsonlWriter:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def can_write_tensorboard() -> bool:
+    """Whether the tensorboard package is installed."""
+    return find_spec("tensorboard") is not None
+
+
+class TensorBoardWriter:
+    """The scalars of each line, one event file in `directory` per writer."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.summary import Writer
+
+        self._file = Writer(str(directory))
+
+    def write(
+        self, step: int, policy_version: int, wall_seconds: float, values: Mapping[str, Any]
+    ) -> None:
+        """As `JsonlWriter.write`; what is no number is left out, nan and infinity are kept."""
+        head = {names.POLICY_VERSION: policy_version, names.WALL_SECONDS: wall_seconds}
+        body = {name: _plain(value) for name, value in values.items() if name != names.STEP}
+        for name, value in (body | head).items():
+            if isinstance(value, int | float):
+                self._file.add_scalar(name, value, step)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

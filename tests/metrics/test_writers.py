@@ -1,4 +1,4 @@
-"""[H] metrics.jsonl: lines as they land on disk, and what a crash leaves."""
+"""[H] metrics.jsonl: lines as they land on disk, and what a crash leaves; TensorBoard's files."""
 
 import json
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.metrics.writers import JsonlWriter, read
+from rl_jax.metrics.writers import JsonlWriter, TensorBoardWriter, can_write_tensorboard, read
 
 
 def test_a_line_is_on_disk_at_once(tmp_path):
@@ -59,3 +59,25 @@ def test_a_cut_line_is_skipped_by_readers_and_removed_by_the_next_writer(tmp_pat
 def test_reading_nothing(tmp_path):
     (tmp_path / "m").touch()
     assert read(tmp_path / "m") == []
+
+
+def test_tensorboard_reads_the_scalars(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    assert can_write_tensorboard()
+    writer = TensorBoardWriter(tmp_path / "tb")
+    writer.write(1, 0, 2.5, {"reward": np.float32(0.5), "kind": "u", "table": {"a": 1.0}})
+    writer.write(7, 1, 4.0, {"reward": jnp.array(0.75), "loss": float("nan"), "absent": None})
+
+    def scalars(name: str) -> list[tuple[int, float]]:
+        told = EventAccumulator(str(tmp_path / "tb")).Reload()
+        assert set(told.Tags()["tensors"]) == {"reward", "loss", "policy_version", "wall_seconds"}
+        assert told.SummaryMetadata(name).plugin_data.plugin_name == "scalars"
+        return [(e.step, make_ndarray(e.tensor_proto).item()) for e in told.Tensors(name)]
+
+    assert scalars("reward") == [(1, 0.5), (7, 0.75)], "before the writer is closed"
+    writer.close()
+    assert scalars("policy_version") == [(1, 0.0), (7, 1.0)]
+    assert scalars("wall_seconds") == [(1, 2.5), (7, 4.0)]
+    assert np.isnan(scalars("loss")[0][1])
