@@ -24,6 +24,10 @@ class Interval(NamedTuple):
     end: float
 
 
+OnSpan = Callable[[str, float, float], object]
+"""(label, start, end) of every execution, on the dispatcher's thread."""
+
+
 class Dispatcher:
     """Launches programs of one mesh in order, at most `depth` in flight.
 
@@ -32,28 +36,31 @@ class Dispatcher:
     Two in flight already hide the launch behind the execution.
     """
 
-    def __init__(self, name: str, depth: int = 2) -> None:
+    def __init__(self, name: str, depth: int = 2, on_span: OnSpan | None = None) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         self.name = name
+        self._on_span = on_span
         self.busy: list[Interval] = []
         """Spans of execution, ascending, merged where they touch. A program ends when it was waited
         for: exactly so after `run`, after `launch` when its place is needed or at a drain."""
         self._depth = depth
-        self._in_flight: deque[tuple[float, Any]] = deque()
+        self._in_flight: deque[tuple[str, float, Any]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"dispatch-{name}")
 
-    async def launch(self, program: Callable[..., T], *args: Any) -> T:
+    async def launch(self, program: Callable[..., T], *args: Any, label: str = "") -> T:
         """Launches `program(*args)`; returns its outputs, perhaps not yet computed.
+
+        `label` is what `on_span` hears of it; the program's name where it is empty.
 
         What goes wrong at the launch is raised here. What goes wrong while it executes is raised by
         the next call that waits for it, and by reading the outputs; the calls after that are well.
         """
-        return await self._submit(self._launch, program, args)
+        return await self._submit(self._launch, program, args, label)
 
-    async def run(self, program: Callable[..., T], *args: Any) -> T:
+    async def run(self, program: Callable[..., T], *args: Any, label: str = "") -> T:
         """Launches `program(*args)` and returns its outputs when everything in flight is done."""
-        return await self._submit(self._run, program, args)
+        return await self._submit(self._run, program, args, label)
 
     async def drain(self) -> None:
         """Returns when nothing is in flight."""
@@ -69,16 +76,17 @@ class Dispatcher:
     async def _submit(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
-    def _launch(self, program: Callable[..., T], args: tuple[Any, ...]) -> T:
+    def _launch(self, program: Callable[..., T], args: tuple[Any, ...], label: str) -> T:
         while len(self._in_flight) >= self._depth:
             self._finish_oldest()
         start = time.perf_counter()
         outputs = program(*args)
-        self._in_flight.append((start, outputs))
+        label = label or getattr(program, "__name__", type(program).__name__).strip("_")
+        self._in_flight.append((label, start, outputs))
         return outputs
 
-    def _run(self, program: Callable[..., T], args: tuple[Any, ...]) -> T:
-        outputs = self._launch(program, args)
+    def _run(self, program: Callable[..., T], args: tuple[Any, ...], label: str) -> T:
+        outputs = self._launch(program, args, label)
         self._drain()
         return outputs
 
@@ -87,16 +95,18 @@ class Dispatcher:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        start, outputs = self._in_flight.popleft()
+        label, start, outputs = self._in_flight.popleft()
         while self._in_flight and _donated(outputs):
             # Nothing is left to wait for but the program that took it all.
-            _, outputs = self._in_flight.popleft()
+            _, _, outputs = self._in_flight.popleft()
         try:
             jax.block_until_ready([leaf for leaf in jax.tree.leaves(outputs) if not _gone(leaf)])
         finally:
-            self._was_busy(start, time.perf_counter())
+            self._was_busy(label, start, time.perf_counter())
 
-    def _was_busy(self, start: float, end: float) -> None:
+    def _was_busy(self, label: str, start: float, end: float) -> None:
+        if self._on_span is not None:
+            self._on_span(label, start, end)
         if self.busy and start <= self.busy[-1].end:
             start = self.busy.pop().start
         self.busy.append(Interval(start, end))

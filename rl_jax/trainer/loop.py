@@ -6,6 +6,7 @@ the tensor and the trajectory.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,13 @@ from rl_jax import rng
 from rl_jax.advantages import Advantage
 from rl_jax.arrays import Tree
 from rl_jax.dispatch import Dispatcher
+from rl_jax.losses.ratios import ess_share
 from rl_jax.losses.types import Reduction
 from rl_jax.metrics import names
-from rl_jax.queues.base import Queue
-from rl_jax.staleness import Admit
 from rl_jax.trainer.batches import Batch, Shape, build_batch, locate
 from rl_jax.trainer.state import TrainState
 from rl_jax.trainer.step import StepReport, TrainStep
+from rl_jax.trajectories.lineage import pure
 from rl_jax.trajectories.types import Group, Trajectory
 
 Audit = Callable[[Tree, Batch, np.int32], tuple[jax.Array, jax.Array]]
@@ -42,24 +43,41 @@ class Programs(NamedTuple):
 
 class Schedule(NamedTuple):
     updates: int
-    groups: int
-    """Per update."""
     push_every: int
-    queue_timeout_s: float
     step_timeout_s: float
+
+
+class Taken(NamedTuple):
+    """What an update trains on."""
+
+    groups: list[Group]
+    """In the order of the batch."""
+    published_version: int
+    """Newest when the batch was taken: every lag counts from it."""
+
+
+Take = Callable[[int], Awaitable[Taken | None]]
+"""(update) -> its batch, durably on record; None: the run shall stop before this update."""
+
+
+class Pushed(NamedTuple):
+    """The publisher's copy, which nobody donates; the trainer does not wait for its publication."""
+
+    version: int
+    params: Tree
 
 
 class Hooks(NamedTuple):
     """What the run around the trainer does."""
 
-    published_version: Callable[[], int]
-    on_batch: Callable[[int, Sequence[Group]], Awaitable[None]]
-    """(update, groups in the order of the batch); returns when that is durable."""
+    take: Take
     on_update: Callable[[int, Mapping[str, float]], Awaitable[None]]
-    push: Callable[[Tree, int], Awaitable[Tree]]
-    """(params, update) -> the published copy, once published and on its way to the samplers."""
-    settled: Callable[[int], None]
-    """So many groups are done with."""
+    push: Callable[[Tree, int], Awaitable[Pushed]]
+    """(params, update) -> the copy; returns when it is made."""
+    settled: Callable[[int, Sequence[Group]], None]
+    """(update, groups): trained on; their samplers may go on."""
+    checkpoint: Callable[[TrainState, int], Awaitable[None]]
+    """(state, update), after every push; returns when the state may be donated."""
 
 
 class NotFinite(RuntimeError):
@@ -84,17 +102,32 @@ class Auditor:
         for old in sorted(self._held)[: -self.KEPT]:
             del self._held[old]
 
-    def due(self, batch: Batch, published: int) -> tuple[Tree, Batch, np.int32] | None:
+    def due(
+        self, batch: Batch, published: int, members: Sequence[Trajectory]
+    ) -> tuple[Tree, Batch, np.int32] | None:
         """The newest held version with tokens in the batch: its weights, the microbatch with most
-        of them, their lag."""
+        of them, their lag. Tokens sampled from caches of older versions too are masked out."""
         for version in sorted(self._held, reverse=True):
             own = batch.mask & (batch.lag == published - version)
             counts = own.sum(axis=(1, 2))
-            if counts.any():
-                index = int(counts.argmax())
-                part = Batch(*(leaf[index] for leaf in batch[:-1]), count=batch.count)
-                return self._held.pop(version), part, np.int32(published - version)
+            if not counts.any():
+                continue
+            index = int(counts.argmax())
+            part = Batch(*(leaf[index] for leaf in batch[:-1]), count=batch.count)
+            fresh = own[index] & _of_one_version(part, members)
+            if fresh.any():
+                weights = self._held.pop(version)
+                return weights, part._replace(mask=fresh), np.int32(published - version)
         return None
+
+
+def _of_one_version(part: Batch, members: Sequence[Trajectory]) -> np.ndarray:
+    """bool[R, L]: tokens of a microbatch whose whole cache was of their own version."""
+    fresh = np.zeros(part.mask.shape, np.bool_)
+    for number in np.unique(part.segment_ids[part.mask]):
+        where = part.segment_ids == number
+        fresh[where] = pure(members[number])[part.positions[where]]
+    return fresh
 
 
 async def train(
@@ -102,49 +135,61 @@ async def train(
     programs: Programs,
     schedule: Schedule,
     hooks: Hooks,
-    queue: Queue,
-    admit: Admit,
     dispatcher: Dispatcher,
     *,
+    done: int = 0,
     advantage: Advantage,
     reduction: Reduction,
     shape: Shape,
-    auditor: Auditor,
+    auditor: Auditor | None,
     shuffle_seed: int | None = None,
     save_bad_batch: Path,
-) -> TrainState:
-    """Runs `schedule.updates` updates. `shuffle_seed` permutes each batch's rewards: a control.
+) -> tuple[TrainState, int]:
+    """Runs the updates from `done` + 1 to `schedule.updates`; returns the state and the last one.
 
-    Raises NotFinite, TimeoutError where the queue or a step exceeds its deadline, and what the
-    queue raises where another program failed.
+    `shuffle_seed` permutes each batch's rewards: a control. Raises NotFinite, TimeoutError where a
+    step exceeds its deadline, and what `hooks.take` raises where another program failed.
     """
-    for update in range(1, schedule.updates + 1):
-        groups = await queue.get(
-            schedule.groups, admit, step=update, timeout=schedule.queue_timeout_s
-        )
-        groups.sort(key=lambda group: (group.task, group.prompt))
-        await hooks.on_batch(update, groups)
-        published = hooks.published_version()
-        if shuffle_seed is not None:
-            groups = shuffle_rewards(groups, shuffle_seed, update)
-        members = [member for group in groups for member in group.members]
-        advantages = [a for group in groups for a in advantage(group, None)]
+    for update in range(done + 1, schedule.updates + 1):
+        began = time.perf_counter()
+        if (taken := await hooks.take(update)) is None:
+            return state, update - 1
+        waited = time.perf_counter() - began
+        groups, published = taken
+        rewarded = groups if shuffle_seed is None else shuffle_rewards(groups, shuffle_seed, update)
+        members = [member for group in rewarded for member in group.members]
+        advantages = [a for group in rewarded for a in advantage(group, None)]
         batch, padding = await asyncio.to_thread(
             build_batch, members, advantages, reduction, published, shape
         )
-        async with asyncio.timeout(schedule.step_timeout_s):
-            audited = auditor.due(batch, published)
-            dlogp = await dispatcher.run(_audit, programs, audited) if audited else {}
-            state, report = await dispatcher.run(_step, programs, state, batch)
+        ready = time.perf_counter()
+        try:
+            async with asyncio.timeout(schedule.step_timeout_s):
+                audited = auditor.due(batch, published, members) if auditor else None
+                dlogp = await dispatcher.run(_audit, programs, audited) if audited else {}
+                state, report = await dispatcher.run(_step, programs, state, batch)
+        except TimeoutError:
+            seconds = schedule.step_timeout_s
+            raise TimeoutError(f"update {update} has not ended in {seconds:g} s") from None
+        stepped = time.perf_counter()
         _check_finite(report, batch, members, save_bad_batch)
         metrics = _metrics(report, batch, members, padding) | dlogp
-        if update % schedule.push_every == 0 or update == schedule.updates:
+        pushes = update % schedule.push_every == 0 or update == schedule.updates
+        if pushes:
             state = await dispatcher.run(programs.reset, state)
-            auditor.hold(await hooks.push(state.params["policy"], update), published + 1)
-            queue.ack(update)
+            pushed = await hooks.push(state.params["policy"], update)
+            if auditor:
+                auditor.hold(pushed.params, pushed.version)
+        metrics |= {
+            names.WAIT_SECONDS: waited,
+            names.STEP_SECONDS: stepped - ready,
+            names.PUSH_SECONDS: time.perf_counter() - stepped if pushes else 0.0,
+        }
         await hooks.on_update(update, metrics)
-        hooks.settled(len(groups))
-    return state
+        hooks.settled(update, groups)
+        if pushes:
+            await hooks.checkpoint(state, update)
+    return state, max(done, schedule.updates)
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int, update: int) -> list[Group]:
@@ -178,6 +223,9 @@ def _metrics(
         name: float(mean.total / mean.count) if mean.count else 0.0
         for name, mean in report.metrics.items()
     }
+    if names.ESS_WEIGHT in computed:
+        moments = computed[names.ESS_WEIGHT], computed[names.ESS_WEIGHT_SQUARED]
+        computed[names.ESS_SHARE] = float(ess_share(*moments))
     return computed | {
         names.LOSS: float(report.loss),
         names.GRAD_NORM: float(report.grad_norm),

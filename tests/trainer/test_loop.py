@@ -1,6 +1,7 @@
 """The trainer program with programs in numpy: who is called, when, and with what."""
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,25 +18,24 @@ from rl_jax.dispatch import Dispatcher
 from rl_jax.losses.reductions import token_mean
 from rl_jax.metrics import names
 from rl_jax.metrics.states import Mean
-from rl_jax.queues.memory import MemoryQueue
-from rl_jax.staleness import Admit, drop_stale
 from rl_jax.trainer.batches import Batch, Shape, build_batch
 from rl_jax.trainer.loop import (
     Auditor,
     Hooks,
     NotFinite,
     Programs,
+    Pushed,
     Schedule,
+    Taken,
     shuffle_rewards,
     train,
 )
 from rl_jax.trainer.state import TrainState
 from rl_jax.trainer.step import StepReport
-from rl_jax.trajectories.types import Group, copy_of
+from rl_jax.trajectories.types import Group, Origin, Segment, copy_of
 from tests.trajectories.build import group, steady, trajectory
 
 SHAPE = Shape(microbatches=1, rows=4, row_length=128)
-ADMIT = drop_stale(4)
 
 
 def batch_of(groups: Sequence[Group], published: int = 0) -> Batch:
@@ -44,20 +44,14 @@ def batch_of(groups: Sequence[Group], published: int = 0) -> Batch:
     return build_batch(members, nothing, token_mean, published, SHAPE)[0]
 
 
-class ScriptedQueue:
-    """Hands out the groups it was made of; notes what is asked of it."""
-
-    def __init__(self, groups: Sequence[Group], log: list[str]) -> None:
-        self._groups, self._log = list(groups), log
-        self.asked: list[tuple[int, int, float]] = []
-
-    async def get(self, n: int, admit: Admit, *, step: int, timeout: float) -> list[Group]:
-        self.asked.append((n, step, timeout))
-        taken, self._groups = self._groups[:n], self._groups[n:]
-        return taken
-
-    def ack(self, step: int) -> None:
-        self._log.append(f"ack {step}")
+def recomputed(group: Group) -> Group:
+    """The group, its caches made anew at the push between its members' two tokens."""
+    version = group.oldest_version
+    segments = (
+        Segment(0, 1, version, Origin.PREFILL),
+        Segment(0, 3, version + 1, Origin.RECOMPUTE),
+    )
+    return replace(group, members=tuple(replace(m, segments=segments) for m in group.members))
 
 
 class World:
@@ -69,12 +63,14 @@ class World:
         self.batches: list[Batch] = []
         self.updates: list[Mapping[str, float]] = []
         self.audits: list[tuple[Tree, int]] = []
-        self.schedule = Schedule(updates, groups, push_every, 1.5, 30.0)
-        self.queue: Any = ScriptedQueue(
-            [group(prompt=9 - i) for i in range(updates * groups)], self.log
-        )
-        self.auditor = Auditor("weights 0", 0)
+        self.schedule = Schedule(updates, push_every, 30.0)
+        made = [group(prompt=i) for i in range(updates * groups)]
+        self.batches_to_take = [made[i : i + groups] for i in range(0, len(made), groups)]
+        self.auditor: Auditor | None = Auditor("weights 0", 0)
+        self.stop_before = updates + 1
+        self.done = 0
         self.finite, self.bad_column = True, -1
+        self.means: dict[str, Mean] = {}
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         self.log.append("step")
@@ -83,7 +79,7 @@ class World:
         state = state._replace(params=moved, step=state.step + 1, optimizer=state.optimizer + 1)
         finite = {"policy.a": np.array(True), "policy.b": np.array(self.finite)}
         columns = np.array([[-1, self.bad_column, -1, -1]], np.int32)
-        metrics = {"m": Mean(np.float32(6), np.float32(4)), "none": Mean(0.0, 0.0)}
+        metrics = {"m": Mean(np.float32(6), np.float32(4)), "none": Mean(0.0, 0.0)} | self.means
         return state, StepReport(np.float32(0.5), np.float32(2.0), metrics, finite, columns)
 
     def _reset(self, state: TrainState) -> TrainState:
@@ -95,38 +91,44 @@ class World:
         self.audits.append((params, int(lag)))
         return np.float32(1e-6), np.int32((batch.mask & (batch.lag == lag)).sum())
 
-    async def _on_batch(self, update: int, groups: Sequence[Group]) -> None:
+    async def _take(self, update: int) -> Taken | None:
+        if update == self.stop_before:
+            return None
+        groups = self.batches_to_take[update - 1]
         self.log.append(f"batch {update}: {[g.prompt for g in groups]}")
+        return Taken(groups, self.version)
 
     async def _on_update(self, update: int, metrics: Mapping[str, float]) -> None:
         self.log.append(f"update {update}")
         self.updates.append(metrics)
 
-    async def _push(self, params: Tree, update: int) -> Tree:
+    async def _push(self, params: Tree, update: int) -> Pushed:
         self.log.append(f"push {params} at {update}")
         self.version += 1
-        return f"weights {self.version}"
+        return Pushed(self.version, f"weights {self.version}")
+
+    async def _checkpoint(self, state: TrainState, update: int) -> None:
+        self.log.append(f"checkpoint {update}")
 
     def run(self, save: Path = Path("unused"), shuffle_seed: int | None = None) -> TrainState:
         dispatcher = Dispatcher("test")
         state = TrainState({"policy": 0}, 0, (), np.int32(0))
         hooks = Hooks(
-            lambda: self.version,
-            self._on_batch,
+            self._take,
             self._on_update,
             self._push,
-            lambda groups: self.log.append(f"settled {groups}"),
+            lambda update, groups: self.log.append(f"settled {len(groups)}"),
+            self._checkpoint,
         )
         try:
-            return asyncio.run(
+            state, self.last = asyncio.run(
                 train(
                     state,
                     Programs(self._step, self._reset, self._audit),
                     self.schedule,
                     hooks,
-                    self.queue,
-                    ADMIT,
                     dispatcher,
+                    done=self.done,
                     advantage=group_mean,
                     reduction=token_mean,
                     shape=SHAPE,
@@ -135,6 +137,7 @@ class World:
                     save_bad_batch=save,
                 )
             )
+            return state
         finally:
             dispatcher.close()
 
@@ -146,15 +149,43 @@ def test_a_push_every_k_updates_and_at_the_end() -> None:
     world = World(updates=5, push_every=2)
     state = world.run()
     plain = ["step", "update {0}", "settled 1"]
-    push = ["step", "reset", "push {0} at {0}", "ack {0}", "update {0}", "settled 1"]
+    push = ["step", "reset", "push {0} at {0}", "update {0}", "settled 1", "checkpoint {0}"]
     want = []
     for update, kind in enumerate([plain, push, plain, push, push], 1):
-        want.append(f"batch {update}: [{10 - update}]")
+        want.append(f"batch {update}: [{update - 1}]")
         want += [entry.format(update) for entry in kind]
     assert world.without_audits() == want
     assert state.params == {"policy": 5}
     assert (state.step, state.optimizer) == (5, 0)
-    assert world.queue.asked == [(1, n, 1.5) for n in range(1, 6)]
+    assert world.last == 5
+
+
+def test_a_stop_comes_before_an_update() -> None:
+    world = World(updates=5, push_every=2)
+    world.stop_before = 4
+    state = world.run()
+    assert world.last == 3 and state.params == {"policy": 3}
+    assert "batch 4" not in " ".join(world.log)
+
+
+def test_going_on_after_an_update_keeps_the_schedule() -> None:
+    world = World(updates=5, push_every=2)
+    world.done = 3
+    world.run()
+    pushes = [e for e in world.without_audits() if e.startswith(("push", "batch"))]
+    assert pushes == ["batch 4: [3]", "push 1 at 4", "batch 5: [4]", "push 2 at 5"]
+    assert world.last == 5
+
+
+def test_a_step_that_does_not_end_is_named() -> None:
+    world = World(updates=2)
+    world.schedule = world.schedule._replace(step_timeout_s=0.01)
+    ended = threading.Event()
+    world._step = lambda state, batch: ended.wait(60.0)
+    # The dispatcher's thread is busy until the test lets it go.
+    threading.Timer(0.2, ended.set).start()
+    with pytest.raises(TimeoutError, match=r"update 1 has not ended in 0\.01 s"):
+        world.run()
 
 
 def test_no_second_push_where_the_end_is_a_push() -> None:
@@ -173,27 +204,28 @@ def test_optimizer_state_lives_from_push_to_push() -> None:
     assert seen == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_groups_come_in_the_order_of_their_prompts() -> None:
-    world = World(updates=2, groups=3)
-    world.run()
-    assert [e for e in world.log if e.startswith("batch")] == [
-        "batch 1: [7, 8, 9]",
-        "batch 2: [4, 5, 6]",
-    ]
-    assert [e for e in world.log if e.startswith("settled")] == ["settled 3", "settled 3"]
-
-
 def test_metrics_of_an_update_by_hand() -> None:
     world = World(updates=1)
-    own = group(version=0, rewards=(1.0, 0.0, 0.5))  # one prompt token, versions 0 and 1
+    # One prompt token, versions 0 and 1.
+    own = recomputed(group(version=0, rewards=(1.0, 0.0, 0.5)))
     own = replace(own, members=(*own.members, copy_of(own.members[0])))
-    world.queue = ScriptedQueue([own], world.log)
+    world.batches_to_take = [[own]]
     world.version = 2
+    # Weights 1, 1/2, 0, 0: their sum squared over the sum of squares is 9/5, of four tokens.
+    world.means = {
+        names.ESS_WEIGHT: Mean(np.float32(1.5), np.float32(4)),
+        names.ESS_WEIGHT_SQUARED: Mean(np.float32(1.25), np.float32(4)),
+    }
     world.run()
-    (metrics,) = world.updates
+    metrics = dict(world.updates[0])
+    assert metrics.pop(names.STEP_SECONDS) > 0 and metrics.pop(names.PUSH_SECONDS) > 0
+    assert metrics.pop(names.WAIT_SECONDS) >= 0
     assert metrics == {
         "m": 1.5,
         "none": 0.0,
+        names.ESS_WEIGHT: 0.375,
+        names.ESS_WEIGHT_SQUARED: 0.3125,
+        names.ESS_SHARE: pytest.approx(9 / 5 / 4),
         names.LOSS: 0.5,
         names.GRAD_NORM: 2.0,
         names.REWARD: 0.5,
@@ -217,7 +249,7 @@ def test_what_is_not_finite_is_named_and_saved(tmp_path: Path, culprit: bool) ->
     own = Group(
         "lookup", 9, (trajectory(0, versions=(0,) * 127, prompt=9), trajectory(5, prompt=9))
     )
-    world.queue = ScriptedQueue([own], world.log)
+    world.batches_to_take = [[own]] * 3
     world.finite, world.bad_column = False, 1 if culprit else -1
     saved = tmp_path / "bad.npz"
     with pytest.raises(NotFinite) as caught:
@@ -244,18 +276,6 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path: Path) -> None:
     world._step = infinite
     with pytest.raises(NotFinite, match="update not applied: the loss is not finite, no single"):
         world.run(tmp_path / "bad.npz")
-
-
-def test_an_empty_queue_ends_in_a_timeout() -> None:
-    world = World()
-    world.schedule = world.schedule._replace(queue_timeout_s=0.01)
-
-    async def durable(group: Group) -> None: ...
-
-    world.queue = MemoryQueue(4, lambda: 0, durable, lambda group, reason: None)
-    with pytest.raises(TimeoutError):
-        world.run()
-    assert world.log == []
 
 
 def test_a_fault_of_the_step_ends_the_program() -> None:
@@ -317,27 +337,45 @@ def test_a_shuffled_run_trains_on_shuffled_rewards() -> None:
 def test_auditor_takes_the_newest_version_with_tokens() -> None:
     auditor = Auditor("weights 0", 0)
     auditor.hold("weights 1", 1)
-    old, new = group(0, version=0), group(1, version=1)  # versions 0 and 1; 1 and 2
-    batch = batch_of([old, new], published=2)
-    due = auditor.due(batch, 2)
+    old, new = recomputed(group(0, version=0)), recomputed(group(1, version=1))  # 0, 1; 1, 2
+    batch, members = batch_of([old, new], published=2), [*old.members, *new.members]
+    due = auditor.due(batch, 2, members)
     assert due is not None
     params, part, lag = due
     assert (params, int(lag)) == ("weights 1", 1)
     assert part.tokens.shape == SHAPE[1:]
     assert (part.lag[part.mask] == 1).sum() == 4
     # Version 1 is spent; version 0 is next, then nothing.
-    params, _, lag = auditor.due(batch, 2)
+    params, _, lag = auditor.due(batch, 2, members)
     assert (params, int(lag)) == ("weights 0", 2)
-    assert auditor.due(batch, 2) is None
+    assert auditor.due(batch, 2, members) is None
 
 
 def test_auditor_waits_for_tokens_and_keeps_the_newest_two() -> None:
     auditor = Auditor("weights 0", 0)
     for version in (1, 2, 3):
         auditor.hold(f"weights {version}", version)
-    assert auditor.due(batch_of([group(0, version=0)], published=3), 3) is None  # 0 and 1 are gone
-    params, _, lag = auditor.due(batch_of([group(0, version=2)], published=3), 3)
+    gone, kept = recomputed(group(0, version=0)), recomputed(group(0, version=2))
+    assert auditor.due(batch_of([gone], published=3), 3, gone.members) is None, "0 and 1"
+    params, _, lag = auditor.due(batch_of([kept], published=3), 3, kept.members)
     assert (params, int(lag)) == ("weights 3", 0)
+
+
+def test_auditor_leaves_out_what_a_cache_of_older_versions_helped_to_sample() -> None:
+    """A member kept its cache over the push, another made it anew: one token each of version 1,
+    of which the second alone can be compared. No version has only tokens of the first sort."""
+    fresh, kept = recomputed(group(0, version=0)), group(1, version=0)
+    segments = (Segment(0, 2, 0, Origin.PREFILL), Segment(2, 3, 1, Origin.DECODE))
+    kept = replace(kept, members=tuple(replace(m, segments=segments) for m in kept.members))
+    batch = batch_of([fresh, kept], published=1)
+    params, part, lag = Auditor("weights 1", 1).due(batch, 1, [*fresh.members, *kept.members])
+    assert (params, int(lag)) == ("weights 1", 0)
+    compared = np.unique(part.segment_ids[part.mask & (part.lag == lag)])
+    assert compared.tolist() == [0, 1], "members of the first group"
+    only = batch_of([kept], published=1)
+    auditor = Auditor("weights 1", 1)
+    assert auditor.due(only, 1, kept.members) is None
+    assert auditor.due(batch, 1, [*fresh.members, *kept.members]), "it waits for better ones"
 
 
 def test_auditor_takes_the_microbatch_with_most_of_the_tokens() -> None:
@@ -347,14 +385,14 @@ def test_auditor_takes_the_microbatch_with_most_of_the_tokens() -> None:
     shape = Shape(microbatches=2, rows=1, row_length=128)
     nothing = [np.zeros(len(m.tokens), np.float32) for m in (few, many)]
     batch, _ = build_batch([few, many], nothing, token_mean, 1, shape)
-    _, part, lag = Auditor("weights 1", 1).due(batch, 1)
+    _, part, lag = Auditor("weights 1", 1).due(batch, 1, [few, many])
     assert int((part.mask & (part.lag == lag)).sum()) == 100
 
 
 def test_every_version_is_audited_once_in_a_run() -> None:
     world = World(updates=6, push_every=2)
-    fresh = [group(prompt=i, version=v) for i, v in enumerate([0, 0, 0, 1, 2, 2])]
-    world.queue = ScriptedQueue(fresh, world.log)
+    fresh = [recomputed(group(prompt=i, version=v)) for i, v in enumerate([0, 0, 0, 1, 2, 2])]
+    world.batches_to_take = [[g] for g in fresh]
     world.run()
     assert world.audits == [("weights 0", 0), ("weights 1", 0), ("weights 2", 0)]
     assert [names.DLOGP_FRESH in m for m in world.updates] == [

@@ -1,0 +1,49 @@
+"""[H] Host batches onto a mesh that spans processes, and parameters back to the host."""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rl_jax.arrays import AnyArray, Tree
+from rl_jax.sharding import DATA
+from rl_jax.trainer.batches import Batch
+
+
+def place(batch: Batch, mesh: Mesh) -> Batch:
+    """The batch, or one microbatch of it, for programs on `mesh`: rows over the data axis.
+
+    Every process gives the same host arrays and keeps the rows of its own devices. On a mesh of one
+    process the host arrays are returned as they are.
+    """
+    if not mesh.is_multi_process:
+        return batch
+
+    def one(leaf: AnyArray) -> jax.Array:
+        axes = (None,) * (leaf.ndim - 2) + (DATA,) if leaf.ndim else ()
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+    return Batch(*map(one, batch))
+
+
+def gather(tree: Tree) -> Tree | None:
+    """Host copies of global arrays in process 0, None in the others; all must call it.
+
+    Runs collectives, so it belongs on the mesh's dispatcher. Leaf by leaf: every device holds one
+    whole leaf at a time, and process 0 the whole tree on its host.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    keep = jax.process_index() == 0
+    host = []
+    for leaf in leaves:
+        whole = jax.block_until_ready(_whole(leaf))
+        if keep:
+            host.append(np.array(whole))
+    return jax.tree.unflatten(structure, host) if keep else None
+
+
+def _whole(leaf: jax.Array) -> jax.Array:
+    if leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return leaf
+    assert isinstance(leaf.sharding, NamedSharding), "every global array here lies on a mesh"
+    return jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
