@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -23,11 +23,13 @@ from rl_jax.config.run import RunConfig
 from rl_jax.losses import recipes
 from rl_jax.losses.types import Loss
 from rl_jax.model import Model
+from rl_jax.orchestrator.state import Limits, Pace
 from rl_jax.sampler.layout import make_layout
 from rl_jax.sampler.programs import Programs as SamplerPrograms
 from rl_jax.sampler.programs import compile_programs
 from rl_jax.sampler.scheduler import Shapes
 from rl_jax.sharding import DATA, make_mesh, param_shardings, replicated
+from rl_jax.staleness import Admit, drop_stale, take_all, wait_for_stragglers
 from rl_jax.tasks.base import TaskFamily
 from rl_jax.trainer.batches import Batch, Shape, batch_shape, empty_batch
 from rl_jax.trainer.loop import Audit
@@ -120,7 +122,9 @@ def init_params(model: Model, seed: int, mesh: Mesh) -> Tree:
 def build_loss(config: RunConfig) -> Loss:
     match config.loss.recipe:
         case "dis":
-            return recipes.dis(config.loss.eps_low, config.loss.eps_high)
+            masks = config.staleness.when_stale == "mask"
+            mask_above = config.staleness.tau if masks else None
+            return recipes.dis(config.loss.eps_low, config.loss.eps_high, mask_above=mask_above)
 
 
 def build_advantage(config: RunConfig) -> Advantage:
@@ -129,6 +133,33 @@ def build_advantage(config: RunConfig) -> Advantage:
             return standardised
         case "group_mean":
             return group_mean
+
+
+def build_admit(config: RunConfig, oldest_in_flight: Callable[[], Iterable[int]]) -> Admit:
+    """The staleness policy that the configuration names; `oldest_in_flight` gives, for each group
+    under way, the oldest version that sampled a token of it."""
+    own = config.staleness
+    match own.when_stale:
+        case "drop" | "pace":
+            return drop_stale(own.tau)
+        case "mask":
+            return take_all
+        case "wait":
+            return wait_for_stragglers(own.tau, oldest_in_flight, own.wait_deadline_s)
+
+
+def build_limits(config: RunConfig) -> Limits:
+    """How much the orchestrator may have under way."""
+    own, rollout, stale = config.trainer, config.rollout, config.staleness
+    return Limits(
+        own.group_size,
+        own.groups,
+        rollout.in_flight,
+        rollout.ahead,
+        rollout.over_sample,
+        Pace(stale.tau, own.push_every) if stale.when_stale == "pace" else None,
+        rollout.retry_pause_s,
+    )
 
 
 def build_optimizer(config: RunConfig) -> Optimizer:
@@ -160,6 +191,8 @@ class StepProgram(NamedTuple):
     init: Callable[[Tree], TrainState]
     step: TrainStep
     reset: Callable[[TrainState], TrainState]
+    abstract: TrainState
+    """Shapes, dtypes and shardings of the state."""
 
 
 def compile_step(
@@ -182,6 +215,7 @@ def compile_step(
         init=jax.jit(init, out_shardings=placed),
         step=step.lower(state, batch).compile(),
         reset=jax.jit(reset, donate_argnums=0, out_shardings=placed).lower(state).compile(),
+        abstract=state,
     )
 
 

@@ -4,26 +4,78 @@ jax is imported after the configuration has been found good, so help and mistake
 """
 
 import argparse
+import errno
+import os
+import shutil
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
 from launch import env
-from launch.summary import report
+from launch.code import changed_packages, config_of, keep_code
+from launch.stop import Stopped
 from launch.terminal import reporter
 from rl_jax.config.base import UserError
 from rl_jax.config.load import load, resolved
-from rl_jax.config.run import check_devices
+from rl_jax.config.run import RunConfig, check_devices
+from rl_jax.wire.client import HandshakeRefused
 
+DIFFERENT = 1
 USER_ERROR = 2
-INTERRUPTED = 130
+INTERRUPTED = 128 + signal.SIGINT
+DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS})
+"""What is wrong with a disk and not with the program."""
+NEW_RUN = frozenset({"config.toml", "FORMAT", "code"})
+"""What a run's directory holds before anything ran."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
+
+
+_COMMANDS = {
+    "run": (
+        "train the agent that a configuration describes",
+        "Trains the agent that CONFIG describes and leaves the run's whole record in its "
+        "directory. Ctrl-C or SIGTERM stops it with a checkpoint.",
+        "configs/quickstart.toml --set seed=1 --out runs/seed-1",
+    ),
+    "resume": (
+        "go on with a run that was stopped or killed",
+        "Goes on where RUN's last checkpoint and its journal end; no prompt is repeated or "
+        "skipped.",
+        "runs/quickstart",
+    ),
+    "replay": (
+        "rebuild every update of a run and compare digests",
+        "Rebuilds every update of RUN from version 0 and the record alone and compares every "
+        "published version: bit for bit on a machine with the same numerics. Exit status 1 where "
+        "they differ.",
+        "runs/quickstart",
+    ),
+    "report": (
+        "write a run's report.html",
+        "Writes one self-contained page about RUN, which may still be going on.",
+        "runs/quickstart",
+    ),
+    "show": (
+        "print one trajectory turn by turn",
+        "Prints a trajectory of RUN turn by turn: text, token ids, versions, log-probabilities.",
+        "runs/quickstart lookup/12/3",
+    ),
+    "events": (
+        "print a run's journal as JSON lines",
+        "Prints the events of all programs of RUN in the run's order.",
+        "runs/quickstart | head",
+    ),
+    "list": ("list runs", "Lists the runs in DIR with their state.", "runs"),
+}
+"""Name -> summary, description, arguments of an example."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,16 +86,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rl-jax {version('rl-jax')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser(
-        "run",
-        help="train the agent that a configuration describes",
-        description="Trains the agent that CONFIG describes and leaves the run's configuration, "
-        "metrics, journal, snapshots, summary and picture in its directory.",
-        epilog="example: rl-jax run configs/quickstart.toml --set seed=1 --out runs/seed-1",
-        allow_abbrev=False,
-    )
-    run.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, as in configs/")
-    run.add_argument(
+    own = {
+        name: commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            epilog=f"example: rl-jax {name} {example}",
+            allow_abbrev=False,
+        )
+        for name, (summary, description, example) in _COMMANDS.items()
+    }
+    own["run"].add_argument("config", type=Path, metavar="CONFIG", help="TOML file, as in configs/")
+    own["run"].add_argument(
         "--set",
         action="append",
         default=[],
@@ -51,60 +105,185 @@ def _parser() -> argparse.ArgumentParser:
         dest="overrides",
         help="replace one value, as in staleness.tau=2; may be given more than once",
     )
-    run.add_argument(
+    own["run"].add_argument(
         "--out", type=Path, metavar="DIR", help="run directory, a new one (default: runs/NAME)"
+    )
+    for name in ("resume", "replay", "report", "show", "events"):
+        _of_run(own[name])
+    for name in ("run", "resume"):
+        _roles(own[name])
+    own["report"].add_argument("--out", type=Path, metavar="FILE", help="default: RUN/report.html")
+    own["show"].add_argument(
+        "trajectory", metavar="TRAJECTORY", help="task/prompt/sample[/attempt]"
+    )
+    own["list"].add_argument(
+        "directory", type=Path, metavar="DIR", nargs="?", default=Path("runs"), help="default: runs"
     )
     return parser
 
 
+def _of_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, as runs/quickstart")
+
+
+def _roles(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--roles",
+        choices=("local", "processes"),
+        default="local",
+        help="all programs in this process, or each in one of its own (default: local)",
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 a mistake of the user's (one line on stderr), 130 interrupted."""
-    try:
+    """Exit status: 0 done, 1 a replay differs, 2 a mistake of the user's (one line on stderr),
+    128 + signal where one ended the run."""
+
+    def act() -> int:
         given = _parser().parse_args(argv)
-        return _run(given.config, given.overrides, given.out)
-    except UserError as error:
+        return _ACTIONS[given.command](given)
+
+    return guarded(act)
+
+
+def guarded(act: Callable[[], int]) -> int:
+    """The exit status of `act`, what a user may have caused told in one line on stderr."""
+    try:
+        return act()
+    except (UserError, HandshakeRefused) as error:
         print("rl-jax:", " ".join(str(error).split()), file=sys.stderr)
         return USER_ERROR
+    except Stopped as stopped:
+        print(f"rl-jax: {stopped}", file=sys.stderr)
+        return stopped.status
     except KeyboardInterrupt:
         print("rl-jax: interrupted; what the run wrote so far is kept", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has had enough.
+        sys.stdout = None
+        return 0
+    except OSError as error:
+        if errno_of(error) not in DISK:
+            raise
+        print("rl-jax:", " ".join(str(error).split()), file=sys.stderr)
+        return USER_ERROR
 
 
-def _run(config_path: Path, overrides: Sequence[str], out: Path | None) -> int:
-    config = load(config_path, overrides)
-    run_dir = out or Path("runs") / config.name
+def errno_of(error: BaseException) -> int | None:
+    """Of an OSError, or of the one it was raised from."""
+    own = getattr(error, "errno", None)
+    return own or (errno_of(error.__cause__) if error.__cause__ else None)
+
+
+def entry() -> NoReturn:
+    """The console script."""
+    leave(main())
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process without waiting for a compilation that a stop left running."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(status)
+
+
+def _run(given: argparse.Namespace) -> int:
+    config = load(given.config, given.overrides)
+    run_dir = given.out or Path("runs") / config.name
     _check_free(run_dir)
-
-    env.prepare(config.devices_needed)
-    check_devices(config, env.available_devices())
-
-    from launch.local import run_local
-
-    _create(run_dir, f"# resolved from {config_path}\n{resolved(config)}")
-    display = reporter(sys.stdout)
+    _prepare(config, given.roles)
+    _create(run_dir, config, f"# resolved from {given.config}\n{resolved(config)}")
     try:
-        summary = run_local(config, run_dir, display)
+        return _start(config, run_dir, given.roles)
     except UserError:
         _discard_unused(run_dir)
         raise
+
+
+def _resume(given: argparse.Namespace) -> int:
+    config = config_of(given.run)
+    _prepare(config, given.roles)
+
+    from launch.resume import check_resumable, is_finished
+
+    check_resumable(given.run)
+    if is_finished(given.run):
+        return _finish(config, given.run)
+    return _start(config, given.run, given.roles)
+
+
+def _prepare(config: RunConfig, roles: str = "local") -> None:
+    """Processes look for their devices themselves: here they would be taken from them."""
+    env.prepare(config.devices_needed)
+    if roles == "local":
+        return check_devices(config, env.available_devices())
+
+    from launch.processes import check_ports
+
+    check_ports(config)
+
+
+def _start(config: RunConfig, run_dir: Path, roles: str) -> int:
+    """Runs to the end from wherever the record is."""
+    from launch.local import run_local
+    from launch.processes import run_processes
+    from launch.resume import seconds_on_record
+
+    display = reporter(sys.stdout)
+    began = time.time() - seconds_on_record(run_dir)
+    start = run_local if roles == "local" else run_processes
+    try:
+        start(config, run_dir, display, began=began)
     finally:
         display.close()
-    print("\n".join([*report(summary), f"written to {run_dir}"]))
+    return _finish(config, run_dir)
+
+
+def _finish(config: RunConfig, run_dir: Path) -> int:
+    from launch.finish import finish
+    from launch.summary import report
+
+    summary = finish(config, run_dir)
+    print("\n".join([*report(summary), f"written to {run_dir}: report.html shows it"]))
     return 0
+
+
+def _replay(given: argparse.Namespace) -> int:
+    config = config_of(given.run)
+    _prepare(config)
+
+    from launch.replay import read_recording, replay, report
+
+    recording = read_recording(given.run)
+    display = reporter(sys.stdout)
+    try:
+        done = replay(config, given.run, display, recording)
+    finally:
+        display.close()
+    print("\n".join(report(given.run, done)))
+    if changed := changed_packages(given.run):
+        print(f"code that changed since the run: {', '.join(changed[:5])}, {len(changed)} files")
+    return DIFFERENT if done.first_difference else 0
 
 
 def _check_free(run_dir: Path) -> None:
     if run_dir.exists() or run_dir.is_symlink():
         raise UserError(
             f"{run_dir} exists and is left as it is: choose another with --out {run_dir}-2, "
-            "or remove it"
+            f"remove it, or go on with it by `rl-jax resume {run_dir}`"
         )
 
 
-def _create(run_dir: Path, config_text: str) -> None:
+def _create(run_dir: Path, config: RunConfig, config_text: str) -> None:
+    from rl_jax.replay.log import write_format
+
     try:
         run_dir.mkdir(parents=True)
         (run_dir / "config.toml").write_text(config_text, encoding="utf-8")
+        write_format(run_dir)
+        keep_code(config, run_dir)
     except OSError as error:
         raise UserError(
             f"{run_dir}: cannot be created ({error.strerror}): choose another with --out DIR"
@@ -112,11 +291,53 @@ def _create(run_dir: Path, config_text: str) -> None:
 
 
 def _discard_unused(run_dir: Path) -> None:
-    """Removes a run directory that holds its configuration only, so its name can be used again."""
-    if [path.name for path in run_dir.iterdir()] == ["config.toml"]:
-        (run_dir / "config.toml").unlink()
-        run_dir.rmdir()
+    """Removes a run directory in which nothing ran, so its name can be used again."""
+    if {path.name for path in run_dir.iterdir()} <= NEW_RUN:
+        shutil.rmtree(run_dir)
+
+
+def _report(given: argparse.Namespace) -> int:
+    from launch.finish import report
+
+    print(f"written to {report(config_of(given.run), given.run, given.out)}")
+    return 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    from launch import build
+    from launch.finish import decoder
+    from launch.listing import show
+
+    family = build.build_task(config_of(given.run))
+    show(given.run, given.trajectory, decoder(family), sys.stdout)
+    return 0
+
+
+def _events(given: argparse.Namespace) -> int:
+    from launch.listing import print_events
+
+    config_of(given.run)
+    print_events(given.run, sys.stdout)
+    return 0
+
+
+def _list(given: argparse.Namespace) -> int:
+    from launch.listing import list_runs
+
+    list_runs(given.directory, sys.stdout)
+    return 0
+
+
+_ACTIONS = {
+    "run": _run,
+    "resume": _resume,
+    "replay": _replay,
+    "report": _report,
+    "show": _show,
+    "events": _events,
+    "list": _list,
+}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

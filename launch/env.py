@@ -1,8 +1,12 @@
 """[H] Environment that jax reads once, when it is imported; the user's own settings win."""
 
+import hashlib
 import os
+import platform
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
 
 VIRTUAL_DEVICES = 8
 """The most devices that one CPU is split into without being asked."""
@@ -33,3 +37,24 @@ def available_devices() -> int:
     import jax
 
     return jax.device_count()
+
+
+def fingerprint() -> str:
+    """What the numerics of a run depend on besides its configuration, in a few words.
+
+    Equal fingerprints: equal bits. The end is a digest of flags, threads and the CPU's features.
+    """
+    import jax
+
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    features = {line for line in lines if line.startswith(("flags", "Features"))}
+    rest = [os.environ.get("XLA_FLAGS", ""), str(os.cpu_count()), platform.machine()]
+    digest = hashlib.sha256("\n".join([*rest, *sorted(features)]).encode()).hexdigest()[:12]
+    device = jax.devices()[0].device_kind
+    return f"jaxlib {version('jaxlib')} {device} x{jax.device_count()} {digest}"
+
+
+def fingerprint_digest(text: str) -> str:
+    """As the journal has it: sha256 in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,55 +1,112 @@
-"""[H] From the trainer to the samplers of the same process: publish, reshard, swap."""
+"""[H] A push: the trainer makes a device copy and goes on; publication follows behind it."""
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 
-from launch.record import Record
+from launch.notices import Notices, Published, Settled
+from launch.record import TrainerRecord
+from launch.resume import Resumption
 from rl_jax.arrays import Tree
 from rl_jax.dispatch import Dispatcher
-from rl_jax.sampler.engine import Engine, Weights
-from rl_jax.snapshots.publisher import Publisher, reshard
+from rl_jax.metrics.trace import PUSH
+from rl_jax.snapshots.manifest import build_manifest
+from rl_jax.snapshots.publisher import Publisher, copy_tree
+from rl_jax.snapshots.store import SnapshotStore
+from rl_jax.trainer.loop import Pushed
+
+Deliver = Callable[[int, Tree], Awaitable[None]]
+"""Hands a published version to the samplers of this process; returns when it is staged there."""
+
+
+async def to_nobody(version: int, params: Tree) -> None:
+    """For samplers in other processes: they watch the snapshot pointer."""
 
 
 class Pusher:
-    """Publishes the trainer's weights and hands them to the sampler, device to device.
+    """Publishes ever newer versions, one publication at a time.
 
-    `shardings` are the sampler's. Whatever `attach` was told takes the weights from then on.
+    Where the run goes on, versions after the checkpoint that are on record are made again and
+    compared; one whose publication was cut short is published now.
     """
 
     def __init__(
         self,
-        publisher: Publisher,
-        record: Record,
-        trainer: Dispatcher,
-        sampler: Dispatcher,
-        shardings: Tree,
+        store: SnapshotStore,
+        record: TrainerRecord,
+        dispatcher: Dispatcher,
+        notices: Notices,
+        background: asyncio.TaskGroup,
+        *,
+        resumption: Resumption | None = None,
+        deliver: Deliver = to_nobody,
     ) -> None:
-        self._publisher, self._record = publisher, record
-        self._trainer, self._sampler, self._shardings = trainer, sampler, shardings
-        self._engine: Engine | None = None
-        self._background: asyncio.TaskGroup | None = None
-        self._swaps: list[asyncio.Task[None]] = []
+        self._publisher = Publisher(store, on_digest=self._on_digest)
+        self._record, self._dispatcher, self._notices = record, dispatcher, notices
+        self._background, self._deliver = background, deliver
+        self.newest = resumption.version if resumption else -1
+        """The last version that was handed over, published or about to be."""
+        self._known: Mapping[int, str] = resumption.digests if resumption else {}
+        self._there = resumption.newest if resumption else -1
+        self._updates: dict[int, int] = {}
+        self._publication: asyncio.Task[None] | None = None
+        self._staged = asyncio.Event()
+        self._staged.set()
 
-    def attach(self, engine: Engine, background: asyncio.TaskGroup) -> None:
-        """Swaps wait in `background`, so a failing one ends the run."""
-        self._engine, self._background = engine, background
+    async def push(self, params: Tree, update: int) -> Pushed:
+        """Returns when the copy is made and no older publication is under way."""
+        copy = await self._dispatcher.run(copy_tree, params, label="copy for a push")
+        await self.published()
+        self.newest += 1
+        version = self.newest
+        self._updates[version] = update
+        if version <= self._there:
+            digest = await asyncio.to_thread(_digest, copy)
+            self._compare(version, digest, update)
+        else:
+            self._staged = asyncio.Event()
+            publication = self._publish(copy, version, update)
+            self._publication = self._background.create_task(publication)
+        return Pushed(version, copy)
 
-    async def publish(self, params: Tree, step: int) -> tuple[Tree, Weights]:
-        """Copies and publishes under the next version, 0 first: the copy, and the sampler's."""
-        version = self._record.version + 1
-        writing = await self._trainer.run(self._publisher.publish, params, version, step)
-        published = (await writing).params
+    async def published(self) -> None:
+        """Returns when nothing is being published."""
+        if self._publication is not None:
+            await self._publication
+
+    def settled(self, prompts: tuple[int, ...]) -> None:
+        """Tells the orchestrator, after the samplers were handed a version that is on its way."""
+        if self._staged.is_set():
+            self._notices.post(Settled(prompts))
+        else:
+            self._background.create_task(self._settled_later(self._staged, prompts))
+
+    async def _settled_later(self, staged: asyncio.Event, prompts: tuple[int, ...]) -> None:
+        await staged.wait()
+        self._notices.post(Settled(prompts))
+
+    async def _publish(self, copy: Tree, version: int, update: int) -> None:
+        began = self._record.now()
+        await self._publisher.publish_copy(copy, version, update)
         self._record.version = version
-        moved = await self._sampler.run(reshard, published, self._shardings)
-        return published, Weights(version, moved)
+        await self._deliver(version, copy)
+        self._notices.post(Published(version))
+        self._staged.set()
+        self._record.trace.span("publication", PUSH, began, self._record.now(), version=version)
 
-    async def push(self, params: Tree, step: int) -> Tree:
-        """The trainer's hook. The swap itself waits for the sampler, the trainer does not."""
-        assert self._engine and self._background, "attached before the loop starts"
-        published, weights = await self.publish(params, step)
-        self._swaps.append(self._background.create_task(self._engine.swap(weights)))
-        await asyncio.sleep(0)  # the swap is staged before anything sampled next
-        return published
+    async def _on_digest(self, version: int, digest: str) -> None:
+        update = self._updates[version]
+        if version in self._known:
+            self._compare(version, digest, update)
+        else:
+            await self._record.on_digest(version, digest, update)
 
-    async def applied(self) -> None:
-        """Returns when the sampler has the newest version."""
-        await asyncio.gather(*self._swaps)
+    def _compare(self, version: int, digest: str, update: int) -> None:
+        if digest != self._known[version]:
+            raise RuntimeError(
+                f"update {update} done again after the checkpoint does not give "
+                f"version {version} bit for bit; `rl-jax replay` names the first difference"
+            )
+
+
+def _digest(params: Tree) -> str:
+    return build_manifest(params, 0, 0, "").digest

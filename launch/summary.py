@@ -1,8 +1,18 @@
-"""[N] What a run came to: the numbers of `summary.json` and the arithmetic of busy time."""
+"""[H] What a run came to: the numbers of `summary.json`, read off its record."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launch.report.data import originals
+from rl_jax.metrics import names
+from rl_jax.metrics.trace import FOLDER, Span, read_spans
+from rl_jax.metrics.writers import read
+from rl_jax.replay import events
+from rl_jax.replay.fates import Kind
+from rl_jax.replay.log import merged
 
 Interval = tuple[float, float]
 """(start, end) in seconds on one clock."""
@@ -39,6 +49,52 @@ class Summary:
     def to_json(self) -> str:
         """Raises ValueError where a number is not finite."""
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
+
+def summarise(run_dir: Path, seed: int) -> Summary:
+    """The summary of a run that is finished, from what it left in `run_dir`."""
+    told = [entry.event for entry in merged(run_dir)]
+    rates = {e.when: dict(e.rates) for e in told if isinstance(e, events.Evaluated)}
+    updates = list(read(run_dir / "metrics.jsonl"))
+    fates = Counter(
+        recorded.fate.kind for recorded in originals(run_dir, told) if recorded.trajectory.valid
+    )
+    trainer, sampler = device_spans(run_dir, "trainer"), device_spans(run_dir, "sampler")
+    begin = min((start for start, _ in trainer), default=0.0)
+    end = max((stop for _, stop in trainer), default=0.0)
+    training = [(max(a, begin), min(b, end)) for a, b in sampler]
+    fresh = [u[names.DLOGP_FRESH] for u in updates if names.DLOGP_FRESH in u]
+    return Summary(
+        seed=seed,
+        solve_rate_before=rates["before"].pop("all"),
+        solve_rate_after=rates["after"].pop("all"),
+        solve_rate_by_hops_before=rates["before"],
+        solve_rate_by_hops_after=rates["after"],
+        steps=len(updates),
+        versions_published=sum(isinstance(e, events.VersionPublished) for e in told) - 1,
+        max_lag=int(max((u[names.LAG_MAX] for u in updates), default=0)),
+        trained_tokens=int(updates[-1][names.TRAINED_TOKENS]) if updates else 0,
+        dropped=fates[Kind.DROPPED] + fates[Kind.DISCARDED],
+        trainer_busy_seconds=busy_seconds(trainer),
+        sampler_busy_seconds=busy_seconds(training),
+        overlap_seconds=overlap_seconds(trainer, training),
+        max_dlogp_fresh=max(fresh, default=None),
+        wall_seconds=max((span.end for span in _spans(run_dir)), default=0.0),
+    )
+
+
+def _spans(run_dir: Path) -> list[Span]:
+    return [s for path in sorted((run_dir / FOLDER).glob("*.json")) for s in read_spans(path)]
+
+
+def device_spans(run_dir: Path, program: str) -> list[Interval]:
+    """When a program's mesh was busy, in seconds since the run began; of several samplers, when
+    any of them was."""
+    return busy(
+        (span.start, span.end)
+        for span in _spans(run_dir)
+        if span.process.partition("-")[0] == program and span.track.startswith("device ")
+    )
 
 
 def busy(intervals: Iterable[Interval]) -> list[Interval]:

@@ -30,8 +30,9 @@ EMA = 0.9
 class Reporter(Protocol):
     """Where a run tells what it does. Called from one thread."""
 
-    def phase(self, name: str, total: int | None = None) -> None:
-        """A new part of the run begins; `total` counts its steps where that is known."""
+    def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
+        """A new part of the run begins; `total` counts its steps where that is known, `done` of
+        which an earlier part of the run has done."""
         ...
 
     def progress(self, done: int, **numbers: float) -> None:
@@ -62,13 +63,16 @@ class View:
     numbers: Mapping[str, Any] | None = None
     solve_rate: float | None = None
     """Exponential mean of the reward."""
+    skipped: int = 0
+    """Done before the phase began, by an earlier part of the run."""
 
 
 def eta(view: View, now: float) -> float | None:
     """Seconds left in the phase at its mean pace so far; None where that cannot be told."""
-    if not view.total or not view.done:
+    own = view.done - view.skipped
+    if not view.total or not own:
         return None
-    return (now - view.began) / view.done * (view.total - view.done)
+    return (now - view.began) / own * (view.total - view.done)
 
 
 def after_update(view: View, metrics: Mapping[str, Any]) -> View:
@@ -128,9 +132,9 @@ class PlainReporter:
         self._stream, self._clock = stream, clock
         self._view = View()
 
-    def phase(self, name: str, total: int | None = None) -> None:
+    def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
         mean = self._view.solve_rate
-        self._view = View(phase=name, total=total, began=self._clock(), solve_rate=mean)
+        self._view = View(name, total, done, self._clock(), solve_rate=mean, skipped=done)
         self._line(name if total is None else f"{name}: {total} steps")
 
     def progress(self, done: int, **numbers: float) -> None:
@@ -167,10 +171,10 @@ class LiveReporter:
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
         self._live.start()
 
-    def phase(self, name: str, total: int | None = None) -> None:
+    def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
         self._say_done()
         mean = self._view.solve_rate
-        self._view = View(phase=name, total=total, began=self._clock(), solve_rate=mean)
+        self._view = View(name, total, done, self._clock(), solve_rate=mean, skipped=done)
 
     def progress(self, done: int, **numbers: float) -> None:
         self._view = replace(self._view, done=done, numbers=numbers)

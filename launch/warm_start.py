@@ -1,6 +1,6 @@
 """[H] Where RL starts: a snapshot, or a few supervised steps on scripted demonstrations."""
 
-import asyncio
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from launch import build
+from launch.background import in_background
 from launch.terminal import Reporter
 from rl_jax import rng
 from rl_jax.arrays import Tree
@@ -77,7 +78,8 @@ async def warm_start(
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     loss = recipes.supervised()
     optimizer = adam(own.learning_rate, warmup_steps=10, total_steps=own.steps, final_share=0.0)
-    program = await asyncio.to_thread(build.compile_step, model, loss, optimizer, mesh, shape)
+    compiling = partial(build.compile_step, model, loss, optimizer, mesh, shape)
+    program = await in_background(compiling)
     state = program.init(params)
     draws = rng.host(config.seed, rng.Purpose.WARM_START)
     for step in range(1, own.steps + 1):

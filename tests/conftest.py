@@ -50,7 +50,9 @@ PART_OF = {
     "tasks": "rollouts",
     "sandboxes": "rollouts",
     "queues": "rollouts",
+    "wire": "rollouts",
     "replay": "replay and drills",
+    "drills": "replay and drills",
     "snapshots": "replay and drills",
 }
 """Folder of tests/ -> the budget that pays for it; any other folder is `rest`."""

@@ -5,11 +5,16 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from launch.summary import Summary
+from launch.replay import Comparison, read_recording, replay
+from launch.report.data import originals
+from launch.summary import Summary, summarise
 from rl_jax.config.run import RunConfig
-from rl_jax.replay import events, journal
+from rl_jax.replay import events
+from rl_jax.replay.fates import OPEN, Fate, Kind
+from rl_jax.replay.log import merged
+from rl_jax.replay.trajectory_log import read_groups, read_trajectories
 from rl_jax.snapshots.store import SnapshotStore
-from rl_jax.trajectories.types import Group
+from rl_jax.trajectories.types import Group, RolloutKey, Status
 
 BASE: dict[str, Any] = {
     "name": "t",
@@ -47,7 +52,7 @@ class Quiet:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def phase(self, name: str, total: int | None = None) -> None: ...
+    def phase(self, name: str, total: int | None = None, done: int = 0) -> None: ...
     def progress(self, done: int, **numbers: float) -> None: ...
     def update(self, metrics: Any) -> None: ...
     def close(self) -> None: ...
@@ -71,68 +76,129 @@ def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[...,
 
 
 class Run:
-    """What a run left."""
+    """What a run left so far."""
 
     def __init__(
-        self, config: RunConfig, path: Path, ended: Summary | BaseException, notes: list[str]
+        self, config: RunConfig, path: Path, error: BaseException | None, notes: list[str]
     ) -> None:
         self.config, self.path, self.notes = config, path, notes
-        self._ended = ended
-
-    @property
-    def summary(self) -> Summary:
-        assert isinstance(self._ended, Summary)
-        return self._ended
+        self._error = error
 
     @property
     def error(self) -> BaseException:
-        assert isinstance(self._ended, BaseException)
-        return self._ended
+        assert self._error is not None
+        return self._error
+
+    @property
+    def summary(self) -> Summary:
+        return summarise(self.path, self.config.seed)
+
+    def journal(self) -> list[events.Event]:
+        """Of all programs, in the order of cause and effect."""
+        return [entry.event for entry in merged(self.path)]
 
     def told[E: events.Event](self, kind: type[E]) -> list[E]:
         """The journal's events of one kind, in order."""
         return [e for e in self.journal() if isinstance(e, kind)]
 
-    def journal(self) -> list[events.Event]:
-        return [events.decode(e) for e in journal.read(self.path / "journal")]
+    def groups(self) -> dict[events.GroupId, tuple[Group, Fate]]:
+        """Every group that was put, from the trajectory log."""
+        read = list(read_groups(self.path))
+        found = {events.group_id(group): (group, fate) for group, fate in read}
+        assert len(found) == len(read), "each once"
+        return found
+
+    def failures(self) -> dict[RolloutKey, str]:
+        """The reason of every rollout that the environment broke."""
+        recorded = read_trajectories(self.path)
+        return {
+            r.trajectory.key: r.trajectory.reason for r in recorded if r.fate.kind is Kind.FAILED
+        }
 
 
 def check_journal(run: Run) -> None:
-    """What a journal must tell of a run that ended well; it needs nothing but itself to check."""
+    """What a journal must tell of a run that ended well, in one go or in several."""
     put: dict[events.GroupId, int] = {}
     settled: set[events.GroupId] = set()
     versions: list[int] = []
     steps: list[int] = []
+    store = SnapshotStore(run.path / "snapshots")
     for event in run.journal():
         match event:
             case events.VersionPublished(version, digest, step):
                 versions.append(version)
-                manifest = SnapshotStore(run.path / "snapshots").manifest(version)
+                manifest = store.manifest(version)
                 assert (manifest.digest, manifest.step) == (digest, step)
-            case events.GroupPut(group):
-                name = events.group_id(group)
+            case events.GroupPut(name, oldest_version):
                 assert name not in put, "put twice"
-                put[name] = group.oldest_version
+                put[name] = oldest_version
             case events.GroupDropped(name, _):
                 assert name in put and name not in settled
                 settled.add(name)
             case events.BatchTaken(step, published, groups):
-                assert published == versions[-1]
+                steps.append(step)
+                # Its digest is on record just before a version is out.
+                assert versions[-1] - 1 <= published <= versions[-1]
                 assert list(groups) == sorted(groups, key=lambda g: (g.task, g.prompt))
                 assert len(set(groups)) == len(groups) == run.config.trainer.groups
                 for name in groups:
                     assert name in put and name not in settled, "trained once, after it was put"
                     settled.add(name)
-                    assert published - put[name] <= run.config.staleness.tau
-            case events.UpdateDone(step):
-                steps.append(step)
+                    masks = run.config.staleness.when_stale == "mask"
+                    assert masks or published - put[name] <= run.config.staleness.tau
     updates = run.config.trainer.updates
-    assert steps == [e.step for e in run.told(events.BatchTaken)] == list(range(1, updates + 1))
+    assert steps == list(range(1, updates + 1))
+    assert [*dict.fromkeys(e.step for e in run.told(events.UpdateDone))] == steps
     assert versions == list(range(len(versions))), "every version once, in order"
-    assert len(run.told(events.RunStarted)) == 1
+    check_rollouts(run)
+    check_trajectories(run)
+
+
+def check_rollouts(run: Run) -> None:
+    """Every rollout is started once and ends once, or was cancelled; no prompt is left out."""
+    started = [e.key for e in run.told(events.RolloutStarted)]
+    assert len(set(started)) == len(started), "issued once"
+    ended = [e.key for e in run.told(events.RolloutDone)]
+    ended += [e.key for e in run.told(events.RolloutLost)]
+    assert len(set(ended)) == len(ended) and set(ended) <= set(started), "ends once"
+    prompts = {key.prompt for key in started}
+    assert prompts == set(range(len(prompts))), "none is skipped"
+    put = [e.group.prompt for e in run.told(events.GroupPut)]
+    given_up = [e.group.prompt for e in run.told(events.GroupDiscarded)]
+    once = put + given_up
+    assert len(set(once)) == len(once), "none is repeated"
+    cancelled = {key.prompt for key in set(started) - set(ended)}
+    under_way = prompts - set(once)
+    assert cancelled <= under_way | set(given_up), "all rollouts of a group that was put ended"
+    assert len(under_way) * run.config.trainer.group_size <= run.config.rollout.in_flight
+
+
+def check_trajectories(run: Run) -> None:
+    """Each rollout that ended is in the trajectory log once, with the fate the journal tells."""
+    fates: dict[RolloutKey, Fate] = {}
+    for trajectory, fate, _ in originals(run.path, run.journal()):
+        if fate.kind is not Kind.EVALUATED:
+            assert trajectory.key not in fates, "once"
+            fates[trajectory.key] = fate
+    done = {e.key: e for e in run.told(events.RolloutDone)}
+    assert fates.keys() == done.keys()
+    for key, fate in fates.items():
+        assert (fate.kind is Kind.FAILED) == (done[key].status == Status.FAILED)
+    trained = {g: e.step for e in run.told(events.BatchTaken) for g in e.groups}
+    dropped = {e.group: e.reason for e in run.told(events.GroupDropped)}
+    for name, (group, fate) in run.groups().items():
+        told = Fate(Kind.DROPPED, reason=dropped[name]) if name in dropped else OPEN
+        told = Fate(Kind.TRAINED, trained[name]) if name in trained else told
+        assert fate in (told, OPEN), "open while its interval is not sealed"
+        assert all(fates[m.key] == told for m in group.members)
 
 
 def trained_groups(run: Run) -> list[list[Group]]:
     """The groups of each batch, in its order."""
-    put = {events.group_id(e.group): e.group for e in run.told(events.GroupPut)}
-    return [[put[name] for name in batch.groups] for batch in run.told(events.BatchTaken)]
+    put = run.groups()
+    return [[put[name][0] for name in batch.groups] for batch in run.told(events.BatchTaken)]
+
+
+def replayed(run: Run) -> Comparison:
+    """Every update again, by the record."""
+    return replay(run.config, run.path, Quiet(), read_recording(run.path))

@@ -1,12 +1,16 @@
 """Starts whole runs; what they compile is compiled once a session."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launch import build, local
+from launch.resume import seconds_on_record
+from rl_jax.config.load import resolved
 from rl_jax.config.run import RunConfig
+from rl_jax.replay.log import write_format
 from rl_jax.tasks.base import TaskFamily
 from tests.fakes.chatter import family
 from tests.fakes.runs import Quiet, Run, once
@@ -16,7 +20,14 @@ from tests.fakes.tiny import random_params
 @pytest.fixture(autouse=True)
 def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions of `launch.build` that compile remember what they made, by what it hangs on."""
-    step = once(build.compile_step, lambda model, loss, optimizer, mesh, shape: (mesh, shape))
+    loss = once(
+        build.build_loss,
+        lambda config: (
+            config.loss,
+            config.staleness.tau if config.staleness.when_stale == "mask" else None,
+        ),
+    )
+    step = once(build.compile_step, lambda model, loss, optimizer, mesh, shape: (loss, mesh, shape))
     audit = once(build.compile_audit, lambda model, mesh, shape: (mesh, shape))
     sampler = once(
         build.compile_sampler,
@@ -26,10 +37,10 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     )
     monkeypatch.setattr(build, "init_params", random_params)
+    monkeypatch.setattr(build, "build_loss", loss)
     monkeypatch.setattr(build, "compile_step", step)
     monkeypatch.setattr(build, "compile_audit", audit)
     monkeypatch.setattr(build, "compile_sampler", sampler)
-    monkeypatch.setattr(local.picture, "can_draw", lambda: False)
 
 
 Start = Callable[..., Run]
@@ -37,19 +48,32 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """start(config, family, raises=...) -> Run: a whole run, in a new directory each time."""
+    """start(config, family, raises=..., path=...) -> Run: a whole run, in a new directory each
+    time, or going on in the one given."""
 
     def run(
-        own: RunConfig, task: TaskFamily | None = None, raises: type[BaseException] | None = None
+        own: RunConfig,
+        task: TaskFamily | None = None,
+        raises: type[BaseException] | None = None,
+        path: Path | None = None,
     ) -> Run:
         monkeypatch.setattr(build, "build_task", lambda config: task or family())
+        path = path or new(own)
+        quiet = Quiet()
+        began = time.time() - seconds_on_record(path)
+        if raises is None:
+            local.run_local(own, path, quiet, began=began)
+            return Run(own, path, None, quiet.notes)
+        with pytest.raises(raises) as caught:
+            local.run_local(own, path, quiet, began=began)
+        return Run(own, path, caught.value, quiet.notes)
+
+    def new(own: RunConfig) -> Path:
+        """As the command leaves it before anything runs."""
         path = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
         path.mkdir()
-        quiet = Quiet()
-        if raises is None:
-            return Run(own, path, local.run_local(own, path, quiet), quiet.notes)
-        with pytest.raises(raises) as caught:
-            local.run_local(own, path, quiet)
-        return Run(own, path, caught.value, quiet.notes)
+        (path / "config.toml").write_text(resolved(own))
+        write_format(path)
+        return path
 
     return run

@@ -26,19 +26,17 @@ def test_a_run_ahead_of_its_trainer(start: Start, on_push: str) -> None:
 
     # Membership is what was trained: the journal's tokens are the metrics' tokens.
     lines = read(run.path / "metrics.jsonl")
-    done = run.told(events.UpdateDone)
     taken = run.told(events.BatchTaken)
     total = 0
-    for batch, groups, update, line in zip(taken, trained_groups(run), done, lines, strict=True):
+    for batch, groups, line in zip(taken, trained_groups(run), lines, strict=True):
         members = [m for g in groups for m in g.members if m.copy_of is None]
         tokens = sum(int(m.loss_mask.sum()) for m in members)
         lag = max(batch.published_version - m.oldest_version for m in members)
         total += tokens
-        assert update.metrics[names.TRAINED_TOKENS] == tokens
-        assert update.metrics[names.LAG_MAX] == lag
+        assert line[names.LAG_MAX] == lag
         assert line[names.TRAINED_TOKENS] == total
         assert line[names.IN_FLIGHT] <= 12 and line[names.QUEUE_DEPTH] <= 6
-    assert lines[-1][names.SAMPLER_TOKENS_PER_SECOND] > 0
+    assert max(line[names.SAMPLER_TOKENS_PER_SECOND] for line in lines) > 0
     assert run.summary.trained_tokens == total
     assert run.summary.versions_published == 3
     assert run.summary.max_dlogp_fresh is not None and run.summary.max_dlogp_fresh <= 1e-4

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from launch import build, local
+from launch import build
+from launch.programs.base import rollout_limits
 from rl_jax.config.run import RunConfig
 from rl_jax.dispatch import Dispatcher
 from rl_jax.gateway.renderer_files import load_renderer
@@ -52,7 +53,7 @@ async def synchronous(own: RunConfig, sampler: Dispatcher) -> Synchronous:
     engine = Engine(weights(0), programs, sampler)
     loop = asyncio.create_task(engine.run())
     digests, batches, prompts = [digest()], [], task.order(own.seed)
-    size, limits = own.trainer.group_size, local.rollout_limits(own, training=True)
+    size, limits = own.trainer.group_size, rollout_limits(own, training=True)
     for update in range(1, own.trainer.updates + 1):
         groups: list[Group] = []
         for number in range((update - 1) * own.trainer.groups, update * own.trainer.groups):

@@ -1,11 +1,13 @@
 """Trainer and sampler each on (data 2, tensor 2) of 8 devices, from prompts to pushed weights."""
 
+from collections.abc import Callable, Iterable
+
 import jax
 import pytest
 
-from launch import build, local
+from launch import build
+from launch.programs import sampler
 from rl_jax.config.run import RunConfig
-from rl_jax.orchestrator.loop import Orchestrator
 from rl_jax.replay import events
 from rl_jax.sampler.engine import Engine
 from rl_jax.sharding import param_shardings
@@ -34,8 +36,8 @@ def test_three_updates_and_two_pushes_on_8_devices(
             super().__init__(*args, **keywords)
             engines.append(self)
 
-    def watched(config: RunConfig, orchestrator: Orchestrator) -> Admit:
-        policy = build_admit(config, orchestrator)
+    def watched(config: RunConfig, oldest: Callable[[], Iterable[int]]) -> Admit:
+        policy = build_admit(config, oldest)
 
         def admit(group: Group, published: int) -> Decision:
             decision = policy(group, published)
@@ -46,9 +48,9 @@ def test_three_updates_and_two_pushes_on_8_devices(
 
         return admit
 
-    build_admit = local.build_admit
-    monkeypatch.setattr(local, "Engine", Kept)
-    monkeypatch.setattr(local, "build_admit", watched)
+    build_admit = build.build_admit
+    monkeypatch.setattr(sampler, "Engine", Kept)
+    monkeypatch.setattr(build, "build_admit", watched)
     run = start(own)
 
     check_journal(run)

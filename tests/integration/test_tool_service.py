@@ -62,10 +62,10 @@ def test_the_run_goes_on_without_the_rollouts_that_the_dead_service_took(
     run = start(own, family(task(service)))
     check_journal(run)
 
-    failed = {e.key: e.reason for e in run.told(events.RolloutFailed)}
+    failed = run.failures()
     assert failed.keys() >= HELD
     assert all(failed[key].startswith("open: service died") for key in HELD)
-    put = {e.group.prompt: e.group for e in run.told(events.GroupPut)}
+    put = {name.prompt: group for name, (group, _) in run.groups().items()}
     assert put[2].failures == ((3, failed[RolloutKey("chatter", 2, 3)]),)
     members = [(m.key.sample, m.copy_of) for m in put[2].members]
     assert members == [(0, None), (1, None), (2, None), (0, 0)]
@@ -94,5 +94,5 @@ def test_a_service_that_stays_dead_ends_the_run_with_a_timeout(
     run = start(own, family(chatter(on_open=opening)), raises=TimeoutError)
     assert str(run.error) == "no 2 groups in 1.5 s: 0 of 4 queued, 0 not acked"
     assert run.told(events.BatchTaken) == []
-    reasons = {e.reason for e in run.told(events.RolloutFailed)}
+    reasons = {*run.failures().values()}
     assert reasons and all(r.startswith("open: service ") for r in reasons)

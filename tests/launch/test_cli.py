@@ -1,5 +1,8 @@
 """[H] The command: every mistake is one line and status 2, and leaves the disk as it was."""
 
+import errno
+import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -7,8 +10,10 @@ from types import ModuleType
 import pytest
 
 from launch import cli
+from launch.stop import Stopped
 from rl_jax.config.base import UserError
 from rl_jax.config.load import load
+from rl_jax.replay.log import write_format
 from tests.launch.test_summary import SUMMARY
 
 
@@ -22,9 +27,11 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def local(monkeypatch):
     """A launcher in the place of the real one: `local.run_local` is what a test sets."""
-    module = ModuleType("launch.local")
+    module, made = ModuleType("launch.local"), ModuleType("launch.finish")
     monkeypatch.setitem(sys.modules, "launch.local", module)
-    module.run_local = lambda config, run_dir, reporter: SUMMARY
+    monkeypatch.setitem(sys.modules, "launch.finish", made)
+    module.run_local = lambda config, run_dir, reporter, *, began: None
+    made.finish = lambda config, run_dir: SUMMARY
     return module
 
 
@@ -86,7 +93,7 @@ def test_an_existing_run_directory(here, capsys):
         said = mistake(capsys, here, "run", "c.toml", "--out", str(path))
         assert said == (
             f"rl-jax: runs/{name} exists and is left as it is: choose another with "
-            f"--out runs/{name}-2, or remove it\n"
+            f"--out runs/{name}-2, remove it, or go on with it by `rl-jax resume runs/{name}`\n"
         )
     assert "runs/small exists" in mistake(capsys, here, "run", "c.toml")
 
@@ -99,7 +106,7 @@ def test_a_run_directory_that_cannot_be(here, capsys, local):
 
 
 def test_a_mistake_found_below_is_one_line_and_frees_the_name(here, capsys, local):
-    def corrupt(config, run_dir, reporter):
+    def corrupt(config, run_dir, reporter, *, began):
         raise UserError("snapshots/3/policy: digest differs\nfrom its manifest")
 
     local.run_local = corrupt
@@ -109,29 +116,29 @@ def test_a_mistake_found_below_is_one_line_and_frees_the_name(here, capsys, loca
 
 
 def test_a_mistake_found_after_something_was_written_keeps_it(here, capsys, local):
-    def late(config, run_dir, reporter):
+    def late(config, run_dir, reporter, *, began):
         (run_dir / "metrics.jsonl").touch()
         raise UserError("no")
 
     local.run_local = late
     assert cli.main(["run", "c.toml"]) == 2
-    assert {p.name for p in Path("runs/small").iterdir()} == {"config.toml", "metrics.jsonl"}
+    names = {p.name for p in Path("runs/small").iterdir()}
+    assert names == {"config.toml", "FORMAT", "code", "metrics.jsonl"}
 
 
 def test_a_run(here, capsys, local):
     seen = {}
 
-    def run_local(config, run_dir, reporter):
+    def run_local(config, run_dir, reporter, *, began):
         seen.update(config=config, run_dir=run_dir, text=(run_dir / "config.toml").read_text())
         reporter.note("working")
-        return SUMMARY
 
     local.run_local = run_local
     assert cli.main(["run", "c.toml", "--set", "seed=4", "--out", "elsewhere/r"]) == 0
     said = capsys.readouterr()
     assert said.err == ""
     assert said.out.startswith("working\nheld-out solve rate 0.50 -> 0.88\n")
-    assert said.out.endswith("written to elsewhere/r\n")
+    assert said.out.endswith("written to elsewhere/r: report.html shows it\n")
     assert seen["run_dir"] == Path("elsewhere/r")
     assert seen["config"].seed == 4
     assert seen["text"].startswith("# resolved from c.toml\nname = ")
@@ -139,7 +146,7 @@ def test_a_run(here, capsys, local):
 
 
 def test_interrupted(here, capsys, local):
-    def interrupt(config, run_dir, reporter):
+    def interrupt(config, run_dir, reporter, *, began):
         raise KeyboardInterrupt
 
     local.run_local = interrupt
@@ -147,8 +154,83 @@ def test_interrupted(here, capsys, local):
     assert capsys.readouterr().err == "rl-jax: interrupted; what the run wrote so far is kept\n"
 
 
+def test_stopped(here, capsys, local):
+    def stop(config, run_dir, reporter, *, began):
+        raise Stopped(run_dir, signal.SIGTERM)
+
+    local.run_local = stop
+    assert cli.main(["run", "c.toml"]) == 143
+    assert capsys.readouterr().err == (
+        "rl-jax: stopped by SIGTERM; go on with `rl-jax resume runs/small`\n"
+    )
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_disk_that_cannot_be_written_is_one_line(here, capsys, local, number, wrapped):
+    def write(config, run_dir, reporter, *, began):
+        try:
+            raise OSError(number, os.strerror(number), "journal/000000.journal")
+        except OSError as error:
+            if not wrapped:
+                raise
+            raise OSError(f"the journal cannot be written\n({error})") from error
+
+    local.run_local = write
+    assert cli.main(["run", "c.toml"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rl-jax: ") and said.count("\n") == 1 and os.strerror(number) in said
+
+
+def test_another_error_of_the_system_is_no_mistake(here, local):
+    def broken(config, run_dir, reporter, *, began):
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+    local.run_local = broken
+    with pytest.raises(ConnectionResetError):
+        cli.main(["run", "c.toml"])
+
+
+@pytest.fixture
+def old(here):
+    """A run of a version that wrote no FORMAT file."""
+    run = here / "runs" / "old"
+    (run / "journal").mkdir(parents=True)
+    (run / "journal" / "000000.journal").write_bytes(b"")
+    (run / "trajectories").mkdir()
+    (run / "metrics.jsonl").write_text("")
+    (run / "config.toml").write_text('name = "old"\n')
+    return run
+
+
+@pytest.mark.parametrize("command", ["resume", "replay", "report", "show", "events"])
+def test_a_run_of_an_older_format(old, here, capsys, command):
+    more = ["lookup/1/0"] if command == "show" else []
+    said = mistake(capsys, here, command, "runs/old", *more)
+    assert said == "rl-jax: runs/old: a run of format 1 (or unknown); this version reads format 2\n"
+
+
+@pytest.mark.parametrize("command", ["resume", "replay", "report", "show", "events"])
+def test_no_run(here, capsys, command):
+    more = ["lookup/1/0"] if command == "show" else []
+    assert "runs/none is no run: it has no config.toml" in mistake(
+        capsys, here, command, "runs/none", *more
+    )
+
+
+def test_snapshots_that_are_a_file(here, capsys):
+    """Nothing was published, so the run would begin anew: it cannot."""
+    run = here / "runs" / "r"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text('name = "r"\n')
+    write_format(run)
+    (run / "snapshots").write_text("kept")
+    said = mistake(capsys, here, "resume", "runs/r")
+    assert said == "rl-jax: runs/r/snapshots: must be a directory that can be written\n"
+
+
 def test_a_crash_is_not_hidden(here, local):
-    def crash(config, run_dir, reporter):
+    def crash(config, run_dir, reporter, *, began):
         raise ValueError("a bug")
 
     local.run_local = crash

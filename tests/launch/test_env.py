@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from launch.env import xla_flags
+from launch.env import fingerprint, fingerprint_digest, xla_flags
 
 COUNT = "--xla_force_host_platform_device_count"
 TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds"
@@ -27,3 +27,18 @@ def test_xla_takes_them():
         [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
     )
     assert done.stdout == "3\n"
+
+
+def test_the_fingerprint_hangs_on_flags_and_nothing_that_varies(monkeypatch):
+    first = fingerprint()
+    assert first == fingerprint()
+    assert first.startswith("jaxlib ") and " x8 " in first
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_cpu_enable_fast_math=true")
+    flags = fingerprint()
+    assert flags != first and flags.rsplit(" ", 1)[0] == first.rsplit(" ", 1)[0]
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "cpu_count", lambda: 4096)
+    assert fingerprint() not in (first, flags)
+    assert fingerprint_digest("abc") == (
+        "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    )

@@ -1,0 +1,148 @@
+"""[H] A run whose programs are processes: one supervisor, a trainer, an orchestrator, samplers."""
+
+import asyncio
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from launch.engine.base import GroupSpec, ProcessSpec
+from launch.engine.local import LocalEngine
+from launch.failure import first_cause
+from launch.roles.base import Role, addresses
+from launch.stop import Stopped
+from launch.supervisor import Restart, Supervisor
+from launch.supervisor import Role as Kept
+from launch.terminal import Reporter
+from rl_jax.config.base import UserError
+from rl_jax.config.run import RunConfig
+from rl_jax.replay import events
+from rl_jax.replay.log import Clock, ProgramLog, open_log
+
+GRACE_S = 8.0
+WINDOW_S = 600.0
+BACKOFF_S = 0.5
+FOLLOW_S = 0.3
+"""How often the log of a role is read for the terminal."""
+
+
+def run_processes(config: RunConfig, run_dir: Path, reporter: Reporter, *, began: float) -> None:
+    """Runs `config`, or goes on with it where `run_dir` holds its record, to its end.
+
+    Raises Stopped where a signal ended it, UserError for a mistake that a role found, and
+    RoleFailed where one is beyond its restarts.
+    """
+    try:
+        return asyncio.run(_supervise(config, run_dir, reporter, began))
+    except BaseExceptionGroup as group:
+        failed = first_cause(group)
+    raise failed
+
+
+def check_ports(config: RunConfig) -> None:
+    """UserError where a port that the roles would serve at is taken."""
+    own = config.processes
+    if own.address == "unix":
+        return
+    where = addresses(own.address, own.samplers, Path())
+    for address in (where.link, where.queue, *where.samplers):
+        host, _, port = address.removeprefix("tcp:").rpartition(":")
+        try:
+            socket.create_server((host or "127.0.0.1", int(port))).close()
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f'processes.address = "{own.address}": port {port} cannot be had '
+                f"({getattr(error, 'strerror', None) or error}); the roles need "
+                f"{2 + own.samplers} free ports from the first one on"
+            ) from None
+
+
+async def _supervise(config: RunConfig, run_dir: Path, reporter: Reporter, began: float) -> None:
+    # A socket's path has at most 107 bytes, so not in the run's directory.
+    sockets = Path(tempfile.mkdtemp(prefix="rl-jax-", dir="/tmp"))
+    log = open_log(run_dir, "supervisor", Clock())
+    engine = LocalEngine(run_dir)
+    roles = _roles(config, run_dir, sockets, began)
+    try:
+        async with _relayed(run_dir / "logs", reporter):
+            supervisor = Supervisor(
+                engine,
+                roles,
+                grace_s=GRACE_S,
+                on_started=partial(_started, log),
+                on_ended=partial(_ended, log, reporter),
+            )
+            completed = await supervisor.run()
+    finally:
+        await engine.close()
+        await log.close()
+        shutil.rmtree(sockets, ignore_errors=True)
+    if not completed:
+        raise Stopped(run_dir, supervisor.signal)
+
+
+def _roles(config: RunConfig, run_dir: Path, sockets: Path, began: float) -> list[Kept]:
+    """In the order in which they are told to end: the trainer first, so its queue is whole."""
+    own = config.processes
+    where = addresses(own.address, own.samplers, sockets)
+    token = secrets.token_hex(16)
+    restart = Restart(own.restarts, WINDOW_S, BACKOFF_S)
+
+    def kept(name: str, *, ends_run: bool) -> Kept:
+        role = Role(name, run_dir.absolute(), began, where, token)
+        argv = (sys.executable, "-m", "launch.roles.entry")
+        process = ProcessSpec(argv, role.to_env())
+        spec = GroupSpec(name, (process,), grace_s=GRACE_S)
+        return Kept(name, lambda attempt: spec, restart, essential=True, ends_run=ends_run)
+
+    samplers = [kept(f"sampler-{i}", ends_run=False) for i in range(own.samplers)]
+    ending = [kept(name, ends_run=True) for name in ("trainer", "orchestrator")]
+    return [*ending, *samplers]
+
+
+def _started(log: ProgramLog, role: str, pid: int) -> None:
+    log.append(events.ProcessStarted(role, pid))
+
+
+def _ended(log: ProgramLog, reporter: Reporter, role: str, pid: int, code: int) -> None:
+    log.append(events.ProcessEnded(role, pid, code))
+    if code:
+        reporter.note(f"{role} (pid {pid}) ended with {code}")
+
+
+@asynccontextmanager
+async def _relayed(logs: Path, reporter: Reporter) -> AsyncIterator[None]:
+    """What the roles print from now on is shown."""
+    read = {path: path.stat().st_size for path in logs.glob("*.log")}
+    follower = asyncio.create_task(_follow(logs, read, reporter.note))
+    try:
+        yield
+    finally:
+        follower.cancel()
+        with suppress(asyncio.CancelledError):
+            await follower
+        _tell_new(logs, read, reporter.note)
+
+
+async def _follow(logs: Path, read: dict[Path, int], tell: Callable[[str], None]) -> None:
+    while True:
+        _tell_new(logs, read, tell)
+        await asyncio.sleep(FOLLOW_S)
+
+
+def _tell_new(logs: Path, read: dict[Path, int], tell: Callable[[str], None]) -> None:
+    """Whole lines that follow what was read of each log."""
+    for path in sorted(logs.glob("*.log")):
+        with path.open("rb") as file:
+            file.seek(read.get(path, 0))
+            whole, newline, _ = file.read().rpartition(b"\n")
+        if newline:
+            read[path] = read.get(path, 0) + len(whole) + 1
+            role = path.stem.removesuffix("-0")
+            for line in whole.decode("utf-8", errors="replace").splitlines():
+                tell(f"{role}: {line}")
