@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch import build, picture
-from launch.report.data import Label
+from launch.report.data import Label, spans
 from launch.report.page import write_report
 from launch.report.trajectory import Decode
 from launch.summary import Summary, device_spans, summarise
@@ -22,12 +22,13 @@ def finish(config: RunConfig, run_dir: Path) -> Summary:
     (run_dir / "summary.json").write_text(summary.to_json())
     merge(sorted((run_dir / FOLDER).glob("*.json")), run_dir / "trace.json")
     if picture.can_draw():
+        traced = spans(run_dir)
         picture.draw(
             run_dir / "picture.png",
             read(run_dir / "metrics.jsonl"),
             summary,
             config.staleness.tau,
-            {program: device_spans(run_dir, program) for program in ("trainer", "sampler")},
+            {program: device_spans(traced, program) for program in ("trainer", "sampler")},
         )
     report(config, run_dir)
     return summary

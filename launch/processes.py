@@ -16,7 +16,7 @@ from launch.engine.local import LocalEngine
 from launch.failure import first_cause
 from launch.roles.base import Role, addresses
 from launch.stop import Stopped
-from launch.supervisor import Restart, Supervisor
+from launch.supervisor import GRACE_S, Restart, Supervisor
 from launch.supervisor import Role as Kept
 from launch.terminal import Reporter
 from rl_jax.config.base import UserError
@@ -24,7 +24,6 @@ from rl_jax.config.run import RunConfig
 from rl_jax.replay import events
 from rl_jax.replay.log import Clock, ProgramLog, open_log
 
-GRACE_S = 8.0
 WINDOW_S = 600.0
 BACKOFF_S = 0.5
 FOLLOW_S = 0.3
@@ -73,7 +72,6 @@ async def _supervise(config: RunConfig, run_dir: Path, reporter: Reporter, began
             supervisor = Supervisor(
                 engine,
                 roles,
-                grace_s=GRACE_S,
                 on_started=partial(_started, log),
                 on_ended=partial(_ended, log, reporter),
             )

@@ -12,7 +12,8 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from launch.programs.base import Parts
-from launch.resume import Resumption, Rollouts, drop_metrics_after
+from launch.report.numbers import known_fates
+from launch.resume import COUNTS, Resumption, Rollouts, drop_metrics_after
 from launch.summary import Interval, busy_seconds, overlap_seconds
 from rl_jax.dispatch import Dispatcher, OnSpan
 from rl_jax.metrics import names
@@ -81,20 +82,11 @@ class TrainerRecord:
     def _settle_again(self, run_dir: Path) -> None:
         """What the journal says of groups whose trajectories are not sealed yet; a group that is
         not in it was put by a process that was killed right then."""
-        for entry in read(run_dir, "trainer"):
-            fates: dict[events.GroupId, Fate] = {}
-            match entry.event:
-                case events.GroupPut(group):
-                    self._put.add(group)
-                case events.BatchTaken(step, _, groups):
-                    self._taken[step] = groups
-                case events.UpdateDone(step):
-                    trained = Fate(Kind.TRAINED, step)
-                    fates = dict.fromkeys(self._taken.get(step, ()), trained)
-                case events.GroupDropped(group, reason):
-                    fates = {group: Fate(Kind.DROPPED, reason=reason)}
-            for name, fate in fates.items():
-                self._settle(name, fate)
+        told = [entry.event for entry in read(run_dir, "trainer")]
+        self._put |= {event.group for event in told if isinstance(event, events.GroupPut)}
+        self._taken |= {e.step: e.groups for e in told if isinstance(e, events.BatchTaken)}
+        for name, fate in known_fates(told).items():
+            self._settle(name, fate)
         for name, group in self.trajectories.open_groups.items():
             if name not in self._put:
                 self._put.add(name)
@@ -189,8 +181,7 @@ class TrainerRecord:
 
     def _totals(self) -> dict[str, float]:
         offered, self._offered = self._offered, []
-        kept = (names.TRAINED_TOKENS, names.TRAINED_TRAJECTORIES, names.DROPPED, names.FAILED)
-        totals = {name: float(self._counts[name]) for name in kept}
+        totals = {name: float(self._counts[name]) for name in COUNTS}
         return totals | ({names.OFFERED_LENGTH: sum(offered) / len(offered)} if offered else {})
 
     def _shares(self) -> dict[str, float]:

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.report.data import is_running
+from launch.report.data import is_running, spans
 from rl_jax.config.base import UserError
 from rl_jax.metrics import names
-from rl_jax.metrics.trace import FOLDER, read_spans
 from rl_jax.metrics.writers import read as read_metrics
 from rl_jax.orchestrator.state import Resume
 from rl_jax.replay import events
@@ -167,7 +166,7 @@ def check_resumable(run_dir: Path) -> None:
 def seconds_on_record(run_dir: Path) -> float:
     """How long the run went on before, by its last update and the last of its traces."""
     ends = [line[names.WALL_SECONDS] for line in _metrics(run_dir)[-1:]]
-    ends += [s.end for path in (run_dir / FOLDER).glob("*.json") for s in read_spans(path)]
+    ends += [span.end for span in spans(run_dir)]
     return float(max(ends, default=0.0))
 
 

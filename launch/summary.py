@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launch.report.data import originals
+from launch.report.data import originals, spans
 from rl_jax.metrics import names
-from rl_jax.metrics.trace import FOLDER, Span, read_spans
+from rl_jax.metrics.trace import Span
 from rl_jax.metrics.writers import read
 from rl_jax.replay import events
 from rl_jax.replay.fates import Kind
@@ -59,7 +59,8 @@ def summarise(run_dir: Path, seed: int) -> Summary:
     fates = Counter(
         recorded.fate.kind for recorded in originals(run_dir, told) if recorded.trajectory.valid
     )
-    trainer, sampler = device_spans(run_dir, "trainer"), device_spans(run_dir, "sampler")
+    traced = spans(run_dir)
+    trainer, sampler = device_spans(traced, "trainer"), device_spans(traced, "sampler")
     begin = min((start for start, _ in trainer), default=0.0)
     end = max((stop for _, stop in trainer), default=0.0)
     training = [(max(a, begin), min(b, end)) for a, b in sampler]
@@ -79,20 +80,16 @@ def summarise(run_dir: Path, seed: int) -> Summary:
         sampler_busy_seconds=busy_seconds(training),
         overlap_seconds=overlap_seconds(trainer, training),
         max_dlogp_fresh=max(fresh, default=None),
-        wall_seconds=max((span.end for span in _spans(run_dir)), default=0.0),
+        wall_seconds=max((span.end for span in traced), default=0.0),
     )
 
 
-def _spans(run_dir: Path) -> list[Span]:
-    return [s for path in sorted((run_dir / FOLDER).glob("*.json")) for s in read_spans(path)]
-
-
-def device_spans(run_dir: Path, program: str) -> list[Interval]:
+def device_spans(spans: Iterable[Span], program: str) -> list[Interval]:
     """When a program's mesh was busy, in seconds since the run began; of several samplers, when
     any of them was."""
     return busy(
         (span.start, span.end)
-        for span in _spans(run_dir)
+        for span in spans
         if span.process.partition("-")[0] == program and span.track.startswith("device ")
     )
 

@@ -7,11 +7,9 @@ import asyncio
 import importlib
 import os
 import sys
-from collections.abc import Coroutine
-from typing import Any
 
 from launch.cli import guarded, leave
-from launch.engine.child import die_with_parent, serve_control
+from launch.engine.child import die_with_parent
 from launch.roles.base import Role
 
 
@@ -33,20 +31,12 @@ def play(role: Role) -> int:
     parts = build_parts(config, role.run_dir, PlainReporter(sys.stdout), role.began)
     module = importlib.import_module(f"launch.roles.{role.name.partition('-')[0]}")
     try:
-        asyncio.run(_beside_control(module.run(parts, role)))
+        asyncio.run(module.run(parts, role))
     except BaseExceptionGroup as group:
         stopped = first_cause(group)
     else:
         return 0
     raise stopped
-
-
-async def _beside_control(program: Coroutine[Any, Any, None]) -> None:
-    control = asyncio.create_task(serve_control({}))
-    try:
-        await program
-    finally:
-        control.cancel()
 
 
 if __name__ == "__main__":

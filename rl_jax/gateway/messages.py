@@ -4,13 +4,13 @@ An array is [dtype, bytes], little-endian. Log-probabilities are float32. Decodi
 encoding does not make with a ValueError that names the field.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rl_jax.gateway.protocol import Completion, Finish, Request
+from rl_jax.trajectories.codec import parse_count, parse_real
 from rl_jax.trajectories.types import Origin, Segment
 
 MAX_ENTRIES = 1 << 22
@@ -37,10 +37,10 @@ def decode_request(value: object) -> Request:
     new, most, stop, temperature, top_p, training = _fields("request", value, 6)
     return Request(
         new_tokens=tuple(_decode("new_tokens", new, _IDS).tolist()),
-        max_new_tokens=_count("max_new_tokens", most),
+        max_new_tokens=parse_count("max_new_tokens", most),
         stop_ids=frozenset(_decode("stop_ids", stop, _IDS).tolist()),
-        temperature=_real("temperature", temperature),
-        top_p=_real("top_p", top_p),
+        temperature=parse_real("temperature", temperature),
+        top_p=parse_real("top_p", top_p),
         training=_flag("training", training),
     )
 
@@ -108,18 +108,6 @@ def _decode(name: str, value: object, dtype: np.dtype) -> np.ndarray:
 def _fields(name: str, value: object, count: int) -> Sequence[Any]:
     if not isinstance(value, list) or len(value) != count:
         raise ValueError(f"{name}: a list of {count} expected")
-    return value
-
-
-def _count(name: str, value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{name}: {value!r} is not a whole number from 0 up")
-    return value
-
-
-def _real(name: str, value: object) -> float:
-    if type(value) is not float or not math.isfinite(value):
-        raise ValueError(f"{name}: {value!r} is not a finite float")
     return value
 
 

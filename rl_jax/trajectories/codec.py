@@ -82,12 +82,12 @@ def decode_trajectory(value: object) -> Trajectory:
         segments=tuple(
             _decode_segment(s, len(stream)) for s in _items("segments", segments, MAX_TOKENS)
         ),
-        temperature=_real("temperature", temperature),
-        reward=_optional(_real, "reward", reward),
+        temperature=parse_real("temperature", temperature),
+        reward=_optional(parse_real, "reward", reward),
         status=_place("status", _STATUSES, status),
         reason=_text("reason", reason),
-        turns=_count("turns", turns),
-        copy_of=_optional(_count, "copy_of", original),
+        turns=parse_count("turns", turns),
+        copy_of=_optional(parse_count, "copy_of", original),
     )
 
 
@@ -110,7 +110,7 @@ def decode_group(value: object) -> Group:
     members = _items("members", fields["members"], MAX_MEMBERS)
     group = Group(
         task=_text("task", fields["task"]),
-        prompt=_count("prompt", fields["prompt"]),
+        prompt=parse_count("prompt", fields["prompt"]),
         members=tuple(_decode_member(m, originals) for m in members),
         failures=tuple(
             _decode_failure(f) for f in _items("failures", fields["failures"], MAX_MEMBERS)
@@ -141,7 +141,7 @@ def unpack_group(data: bytes) -> Group:
 def decode_key(value: object) -> RolloutKey:
     """The key of [task, prompt, sample, attempt]."""
     task, prompt, sample, attempt = _tuple("key", value, 4)
-    numbers = (_count("key", n) for n in (prompt, sample, attempt))
+    numbers = (parse_count("key", n) for n in (prompt, sample, attempt))
     return RolloutKey(_text("key", task), *numbers)
 
 
@@ -216,14 +216,16 @@ def _decode_runs(value: object, length: int) -> np.ndarray:
 
 def _decode_segment(value: object, length: int) -> Segment:
     start, end, version, origin = _tuple("segments", value, 4)
-    if _count("segments", start) > _count("segments", end) or end > length:
+    if parse_count("segments", start) > parse_count("segments", end) or end > length:
         raise ValueError(f"segments: [{start}, {end}) is no range of {length} tokens")
-    return Segment(start, end, _count("segments", version), _place("segments", _ORIGINS, origin))
+    return Segment(
+        start, end, parse_count("segments", version), _place("segments", _ORIGINS, origin)
+    )
 
 
 def _decode_failure(value: object) -> tuple[int, str]:
     sample, reason = _tuple("failures", value, 2)
-    return _count("failures", sample), _text("failures", reason)
+    return parse_count("failures", sample), _text("failures", reason)
 
 
 def _record(name: str, value: object, keys: Sequence[str]) -> Mapping[str, Any]:
@@ -251,22 +253,24 @@ def _text(name: str, value: object) -> str:
     return value
 
 
-def _count(name: str, value: object) -> int:
+def parse_count(name: str, value: object) -> int:
+    """A whole number from 0 up; a ValueError names `name`."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{name}: {value!r} is not a whole number from 0 up")
     return value
 
 
-def _real(name: str, value: object) -> float:
+def parse_real(name: str, value: object) -> float:
+    """A finite float; a ValueError names `name`."""
     if type(value) is not float or not math.isfinite(value):
         raise ValueError(f"{name}: {value!r} is not a finite float")
     return value
 
 
 def _place[E](name: str, kinds: Sequence[E], value: object) -> E:
-    if _count(name, value) >= len(kinds):
+    if parse_count(name, value) >= len(kinds):
         raise ValueError(f"{name}: {value} is none of the {len(kinds)} kinds")
-    return kinds[_count(name, value)]
+    return kinds[parse_count(name, value)]
 
 
 def _optional[T](parse: Callable[[str, object], T], name: str, value: object) -> T | None:

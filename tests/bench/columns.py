@@ -21,7 +21,7 @@ from typing import Any
 
 from launch.build import build_task
 from launch.finish import labels
-from launch.report.data import originals
+from launch.report.data import originals, spans
 from launch.summary import busy_seconds, device_spans
 from rl_jax.config.base import toml_value
 from rl_jax.config.load import lines, load
@@ -74,9 +74,11 @@ def outcome(run_dir: Path) -> Outcome:
     valid = [r for r in recorded if r.trajectory.valid and r.fate.kind is not Kind.EVALUATED]
     trained = [len(r.trajectory.tokens) for r in valid if r.fate.kind is Kind.TRAINED]
 
+    traced = spans(run_dir)
+
     def idle(program: str) -> float:
-        spans = device_spans(run_dir, program)
-        inside = [(max(a, begin), min(b, begin + seconds)) for a, b in spans]
+        busy = device_spans(traced, program)
+        inside = [(max(a, begin), min(b, begin + seconds)) for a, b in busy]
         return 1 - busy_seconds(inside) / seconds
 
     summary = json.loads((run_dir / "summary.json").read_text())
