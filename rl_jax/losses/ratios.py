@@ -1,94 +1,144 @@
-"""[P] Importance ratios and what may be done to them before they weigh a term."""
+"""[P] Importance ratios: which two policies a chain compares, token by token or as a whole.
 
-import math
+A ratio sets `Terms.log_ratio` and nothing else; bounds, masks and objectives say what it does.
+"""
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rl_jax.losses.types import LossTransform, Metrics, Scores, Terms, stateless
+from rl_jax.losses.arguments import one_of
+from rl_jax.losses.evaluate import LOG_RATIO_BOUND
+from rl_jax.losses.segments import segment_mean, segment_sum
+from rl_jax.losses.types import (
+    BEHAVIOR,
+    CURRENT,
+    PROXIMAL,
+    LossTransform,
+    Metrics,
+    Scores,
+    Terms,
+    sampled,
+    stateless,
+)
 from rl_jax.metrics import names
 from rl_jax.metrics.states import Mean
 
+Level = Literal["token", "geometric", "sequence"]
+LEVELS = ("token", "geometric", "sequence")
+INTERPOLATED = "interpolated"
+"""Stands for the proximal policy that `interpolated` makes up; no score has this name."""
 
-def current_over_behavior() -> LossTransform:
-    """Token ratio d = pi_current / pi_behavior, detached, as the factor of the surrogate.
+
+def ratio(
+    numerator: str = CURRENT,
+    denominator: str = BEHAVIOR,
+    *,
+    level: Level = "token",
+    name: str | None = None,
+) -> LossTransform:
+    """log_ratio := log numerator - log denominator, two scores of the menu; cut to +-20.
+
+    Only the current policy carries a gradient. `level` "geometric" tells every token the mean over
+    its trajectory's sampled tokens, "sequence" the sum; their gradient is that of the token's own
+    log-probability, as in GSPO (arXiv 2507.18071): s = sg(s) + log p - sg(log p). A ratio
+    that is cut has no gradient. Metrics are NAME/mean, NAME/log_abs and NAME/log_squared, where
+    NAME is ratio/NUMERATOR_DENOMINATOR unless given.
+    """
+    one_of("ratio", "level", level, LEVELS)
+    if numerator == denominator:
+        raise ValueError(f"ratio: numerator and denominator are both {numerator!r}")
+    part = f"{numerator}_over_{denominator}"
+
+    def apply(scores: Scores, terms: Terms) -> tuple[Terms, Metrics]:
+        top, bottom = (_logprob(scores, score, part) for score in (numerator, denominator))
+        return _set(scores, terms, top - bottom, level, name or names.ratio(numerator, denominator))
+
+    return stateless(part, apply, (numerator, denominator))
+
+
+def current_over_behavior(*, level: Level = "token", name: str | None = None) -> LossTransform:
+    """The policy that trains over the one that sampled, with all of mismatch and staleness.
 
     The denominator is the recorded log-probability, whatever happened to the cache since.
     """
-
-    def apply(scores: Scores, terms: Terms) -> tuple[Terms, Metrics]:
-        log_ratio = jax.lax.stop_gradient(scores.current - scores.behavior)
-        log_ratio = jnp.where(scores.mask, log_ratio, 0.0)
-        sampled = scores.mask.astype(jnp.float32)
-        metrics = {
-            names.RATIO_MEAN: Mean.of(jnp.exp(log_ratio), sampled),
-            "ratio/log_abs": Mean.of(jnp.abs(log_ratio), sampled),
-        }
-        return terms._replace(log_ratio=log_ratio, factor=jnp.exp(log_ratio)), metrics
-
-    return stateless(apply)
+    return ratio(CURRENT, BEHAVIOR, level=level, name=name)
 
 
-def two_sided_mask(eps_low: float, eps_high: float) -> LossTransform:
-    """Keeps the factor where 1 - eps_low < ratio < 1 + eps_high (open band), 0 elsewhere.
+def current_over_proximal(
+    *, level: Level = "token", interpolated: bool = False, name: str | None = None
+) -> LossTransform:
+    """How far the policy moved since the newest push: the ratio of PPO and its kin.
 
-    Masked tokens get zero gradient and stay in the denominator of the reduction. The test is in log
-    space, and `where` replaces the factor, so an infinite ratio never meets a zero.
-    Source: double-sided importance sampling, GLM-5 (arXiv 2602.15763) sec. 4.1.
+    `interpolated`: see `proximal_over_behavior`.
     """
-    if not 0.0 < eps_low < 1.0:
-        raise ValueError(f"two_sided_mask: eps_low must lie in (0, 1), got {eps_low}")
-    if not eps_high > 0.0:
-        raise ValueError(f"two_sided_mask: eps_high must be positive, got {eps_high}")
-    low, high = math.log1p(-eps_low), math.log1p(eps_high)
-
-    def apply(scores: Scores, terms: Terms) -> tuple[Terms, Metrics]:
-        below, above = terms.log_ratio <= low, terms.log_ratio >= high
-        factor = jnp.where(below | above, 0.0, terms.factor)
-        sampled = scores.mask.astype(jnp.float32)
-        metrics = {
-            names.MASKED_SHARE: Mean.of((below | above).astype(jnp.float32), sampled),
-            "mask/below": Mean.of(below.astype(jnp.float32), sampled),
-            "mask/above": Mean.of(above.astype(jnp.float32), sampled),
-        }
-        return terms._replace(factor=factor), metrics
-
-    return stateless(apply)
+    if interpolated:
+        return _interpolated(CURRENT, INTERPOLATED, level, name)
+    return ratio(CURRENT, PROXIMAL, level=level, name=name)
 
 
-def mask_stale(tau: int) -> LossTransform:
-    """Keeps the factor of tokens whose lag is at most `tau`, 0 elsewhere.
+def proximal_over_behavior(
+    *, level: Level = "token", interpolated: bool = False, name: str | None = None
+) -> LossTransform:
+    """The policy of the newest push over the one that sampled: what mismatch and lag did.
 
-    As with every mask, what is masked stays in the denominator of the reduction.
+    `interpolated` needs no score of the proximal policy: its log-probability is put between the
+    sampling and the current one by version, log prox = log mu + a (log p - log mu) with
+    a = lag / (lag + 1). Source: A-3PO (arXiv 2512.06547), AReaL.
     """
-    if tau < 0:
-        raise ValueError(f"mask_stale: tau must be at least 0, got {tau}")
+    if interpolated:
+        return _interpolated(INTERPOLATED, BEHAVIOR, level, name)
+    return ratio(PROXIMAL, BEHAVIOR, level=level, name=name)
+
+
+def _interpolated(
+    numerator: str, denominator: str, level: Level, name: str | None
+) -> LossTransform:
+    one_of("ratio", "level", level, LEVELS)
 
     def apply(scores: Scores, terms: Terms) -> tuple[Terms, Metrics]:
-        stale = scores.lag > tau
-        sampled = scores.mask.astype(jnp.float32)
-        metrics = {names.STALE_SHARE: Mean.of(stale.astype(jnp.float32), sampled)}
-        return terms._replace(factor=jnp.where(stale, 0.0, terms.factor)), metrics
+        lag = scores.lag.astype(jnp.float32)
+        apart = jax.lax.stop_gradient(scores.current) - scores.behavior
+        proximal = scores.behavior + lag / (lag + 1.0) * apart
+        pair = (
+            (proximal, scores.behavior) if denominator == BEHAVIOR else (scores.current, proximal)
+        )
+        prefix = name or names.ratio(numerator, denominator)
+        return _set(scores, terms, pair[0] - pair[1], level, prefix)
 
-    return stateless(apply)
+    return stateless(f"{numerator}_over_{denominator}", apply)
 
 
-def weight_moments() -> LossTransform:
-    """Changes nothing; reports means of w and w^2, w the factor as the masks before it left it.
+def _logprob(scores: Scores, score: str, asked_by: str) -> Array:
+    logprob = scores.score(score, asked_by)
+    return logprob if score == CURRENT else jax.lax.stop_gradient(logprob)
 
-    Their `ess_share` says how many of the sampled tokens the estimate really rests on.
-    """
 
-    def apply(scores: Scores, terms: Terms) -> tuple[Terms, Metrics]:
-        sampled = scores.mask.astype(jnp.float32)
-        metrics = {
-            names.ESS_WEIGHT: Mean.of(terms.factor, sampled),
-            names.ESS_WEIGHT_SQUARED: Mean.of(jnp.square(terms.factor), sampled),
-        }
-        return terms, metrics
+def _set(
+    scores: Scores, terms: Terms, log_ratio: Array, level: str, prefix: str
+) -> tuple[Terms, Metrics]:
+    log_ratio = jnp.where(scores.mask, log_ratio, 0.0)
+    if level == "token":
+        log_ratio = jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    else:
+        log_ratio = _levelled(scores, log_ratio, level)
+    known = jax.lax.stop_gradient(log_ratio)
+    each = {"mean": jnp.exp(known), "log_abs": jnp.abs(known), "log_squared": jnp.square(known)}
+    metrics = {f"{prefix}/{what}": Mean.of(v, sampled(scores)) for what, v in each.items()}
+    return terms._replace(log_ratio=log_ratio), metrics
 
-    return stateless(apply)
+
+def _levelled(scores: Scores, log_ratio: Array, level: str) -> Array:
+    """The trajectory's value at every sampled token, with the gradient of the token's own."""
+    known = jax.lax.stop_gradient(log_ratio)
+    if level == "geometric":
+        value = segment_mean(known, scores.mask, scores.segments)
+    else:
+        value = segment_sum(known, scores.segments)
+    cut = jnp.where(scores.mask, jnp.clip(value, -LOG_RATIO_BOUND, LOG_RATIO_BOUND), 0.0)
+    return jnp.where(jnp.abs(cut) < LOG_RATIO_BOUND, cut + (log_ratio - known), cut)
 
 
 def ess_share(

@@ -3,6 +3,8 @@
 A metric is spelled once, here; each name says its unit where the number alone does not.
 """
 
+import re
+
 STEP = "step"
 """Optimizer updates done, counted from 1."""
 POLICY_VERSION = "policy_version"
@@ -24,7 +26,8 @@ RATIO_MEAN = "ratio_mean"
 RATIO_MAX = "ratio_max"
 """Largest such ratio."""
 MASKED_SHARE = "masked_share"
-"""Share of the sampled tokens outside the trust band: no gradient, still in the denominator."""
+"""Share of the sampled tokens that the loss's masks dropped, whichever: no surrogate, still in the
+denominator."""
 STALE_SHARE = "stale_share"
 """Share of the sampled tokens masked for a lag above the staleness bound; only where the policy
 masks."""
@@ -41,6 +44,22 @@ absent elsewhere."""
 
 FRESH_TOKENS = "fresh_tokens"
 """Tokens that `dlogp_fresh` was taken over."""
+
+CRITIC_LOSS = "critic/loss"
+"""Loss of the critic on the batch, before it was trained on it."""
+CRITIC_GRAD_NORM = "critic/grad_norm"
+"""Global norm of the critic's gradient before clipping, at its first update on the batch."""
+CRITIC_EXPLAINED_VARIANCE = "critic/explained_variance"
+"""1 - variance of (returns - values) / variance of the returns, over the batch's sampled tokens and
+before the critic was trained on it."""
+CRITIC_RETURNS = "critic/returns"
+"""Mean of what the critic shall predict."""
+CRITIC_RETURNS_SQUARED = "critic/returns_squared"
+"""Mean of its square."""
+CRITIC_ERROR = "critic/error"
+"""Mean of returns - values."""
+CRITIC_ERROR_SQUARED = "critic/error_squared"
+"""Mean of that error's square."""
 
 LAG_MEAN = "lag_mean"
 """Mean over sampled tokens of newest published version - the token's version, at consumption."""
@@ -68,7 +87,8 @@ the bias of the staleness policy."""
 WAIT_SECONDS = "wait_seconds"
 """How long the trainer waited for the batch of this update."""
 STEP_SECONDS = "step_seconds"
-"""Scores, gradients and update on the trainer's mesh, an audit included."""
+"""From the batch built to the policy updated: estimates and advantages, an audit, the critic's
+updates, scores, gradients and the policy's update."""
 PUSH_SECONDS = "push_seconds"
 """How long a push kept the trainer: the reset and the copy; 0 without a push."""
 
@@ -84,3 +104,8 @@ SAMPLER_BUSY_SHARE = "sampler_busy_share"
 """Share of the time since the last line in which the sampler's mesh ran."""
 OVERLAP_SHARE = "overlap_share"
 """Share of the trainer's busy time since the last line in which the sampler ran too."""
+
+
+def ratio(numerator: str, denominator: str) -> str:
+    """What the metrics of one ratio begin with, e.g. ratio/current_behavior."""
+    return "ratio/" + re.sub(r"\W+", "_", f"{numerator}_{denominator}").strip("_")

@@ -12,7 +12,7 @@ from rl_jax.losses.recipes import dis, supervised
 from rl_jax.losses.reductions import token_mean
 from rl_jax.losses.types import Loss, Scores
 from rl_jax.metrics import names
-from tests.losses.terms import applied, numbers, scores, uniform
+from tests.losses.terms import applied, numbers, reported, scores, uniform
 from tests.trajectories.build import trajectory
 
 LOSS = dis(eps_low=0.3, eps_high=5.0)
@@ -41,10 +41,12 @@ def test_gradient_of_every_side_of_the_band(advantage: float) -> None:
     # -f(d) A / 5: five sampled tokens in the denominator, whatever the band does to them.
     want = [0.0, *(-d * advantage / 5 for d in INSIDE), 0.0]
     np.testing.assert_allclose(gradient(LOSS, given), want, rtol=1e-6)
-    terms, metrics = applied(LOSS.transform, given)
-    np.testing.assert_allclose(terms.factor[0], [0.0, *INSIDE, 0.0], rtol=1e-6)
-    said = numbers(metrics)
-    assert said["mask/below"] == said["mask/above"] == pytest.approx(0.2)
+    terms, _ = applied(LOSS.transform, given)
+    np.testing.assert_allclose(terms.weight[0], [0.0, *INSIDE, 0.0], rtol=1e-6)
+    assert terms.kept.tolist() == [[False, True, True, True, False]]
+    said = reported(LOSS.transform, given)
+    assert said["two_sided_mask/below"] == said["two_sided_mask/above"] == pytest.approx(0.2)
+    assert said["two_sided_mask/dropped"] == pytest.approx(0.4)
     assert said[names.MASKED_SHARE] == pytest.approx(0.4)
     assert said[names.RATIO_MEAN] == pytest.approx(sum(ratios) / 5)
 
