@@ -30,6 +30,7 @@ TESTS = Path(__file__).parent
 BUDGET_MINUTES = {
     "loop": 3.0,
     "losses": 1.5,
+    "notebooks": 2.5,
     "kernels": 2.0,
     "models": 2.0,
     "sampler": 2.0,
@@ -42,6 +43,8 @@ PART_OF = {
     "integration": "loop",
     "launch": "loop",
     "losses": "losses",
+    "advantages": "losses",
+    "notebooks": "notebooks",
     "kernels": "kernels",
     "models": "models",
     "sampler": "sampler",
