@@ -1,10 +1,12 @@
 # `make help` lists the targets. Set-up happens by itself, on first use and when the lock changes.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow lint types format lock setup-gpu setup-tpu clean
+.PHONY: help quickstart notebooks recorded test test-slow test-interop lint types format lock setup-gpu \
+	setup-tpu clean
 
 BIN := .venv/bin
 READY := .venv/.ready
+INTEROP := .tools/interop
 UV = $$(command -v .tools/uv/bin/uv || command -v uv)
 # pyright asks its registry for a newer release unless told not to.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -13,7 +15,7 @@ export PYTHON
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml .requirements.lock .ci/setup
 	@.ci/setup
@@ -21,11 +23,32 @@ $(READY): pyproject.toml .requirements.lock .ci/setup
 quickstart: $(READY) ## train the small agent; ARGS="--set seed=1 --out runs/seed1" overrides
 	@$(BIN)/rl-jax run configs/quickstart.toml --out runs/quickstart $(ARGS)
 
+notebooks: $(READY) ## execute the notebooks and store what they show; ARGS=compare_recipes selects
+	@$(BIN)/python -m tests.notebooks.execute $(ARGS)
+
+# Without what is only for looking at, or for going on: the notebooks need none of it.
+recorded: $(READY) ## make the small run anew that the notebooks look at
+	@rm -rf notebooks/runs/recorded
+	@$(BIN)/rl-jax run notebooks/small.toml --out notebooks/runs/recorded
+	@cd notebooks/runs/recorded && rm -rf checkpoints traces tensorboard trace.json picture.png \
+		report.html trajectories/*.lock
+	@rm -rf notebooks/recorded && mv notebooks/runs/recorded notebooks/recorded
+
 test: $(READY) ## every test but the slow ones; ARGS="tests/losses -k dis" selects
 	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-slow: $(READY) ## the tests marked slow
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-interop: $(INTEROP)/.ready ## run other implementations again; compare with tests/golden
+	@$(INTEROP)/bin/python tests/interop/losses.py --check
+
+# pip, not uv: it heeds the machine's own settings, such as where a small build of torch lies.
+$(INTEROP)/.ready: tests/interop/requirements.txt | $(READY)
+	@$(UV) venv --quiet --clear --seed --python 3.11 $(INTEROP)
+	@$(INTEROP)/bin/python -m pip install -qq --constraint $< torch
+	@$(INTEROP)/bin/python -m pip install -qq --no-deps --requirement $<
+	@touch $@
 
 lint: $(READY) ## ruff's rules, its format, and pyright
 	@$(BIN)/ruff check .
@@ -51,6 +74,6 @@ setup-gpu: $(READY) ## add the packages for NVIDIA GPUs
 setup-tpu: $(READY) ## add the packages for TPUs
 	@$(UV) pip install --python $(BIN)/python --no-build-isolation --editable '.[tpu]'
 
-clean: ## remove what set-up, tests and linters made; runs/ stays
-	rm -rf .venv .tools .pytest_cache .ruff_cache .hypothesis
+clean: ## remove what set-up, tests, linters and notebooks made; runs/ stays
+	rm -rf .venv .tools .pytest_cache .ruff_cache .hypothesis notebooks/__pycache__ notebooks/runs
 	find rl_jax models launch tests -name __pycache__ -type d -prune -exec rm -rf {} +
