@@ -1,24 +1,21 @@
 """[H] From a configuration to values: the one place where names become functions and meshes."""
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from launch.compose import build_advantage as build_advantage
+from launch.compose import build_loss as build_loss
+from launch.compose import imported
 from models.kimi_linear.config import KimiLinearConfig
 from models.kimi_linear.module import build_model
 from rl_jax import rng
-from rl_jax.advantages import Advantage, group_mean, standardised
 from rl_jax.arrays import CHUNK, Tree, round_up
-from rl_jax.config.base import UserError
 from rl_jax.config.run import RunConfig
 from rl_jax.losses import recipes
 from rl_jax.losses.types import Loss
@@ -31,10 +28,20 @@ from rl_jax.sampler.scheduler import Shapes
 from rl_jax.sharding import DATA, make_mesh, param_shardings, replicated
 from rl_jax.staleness import Admit, drop_stale, take_all, wait_for_stragglers
 from rl_jax.tasks.base import TaskFamily
+from rl_jax.trainer.anchors import first_anchors, teachers
 from rl_jax.trainer.batches import Batch, Shape, batch_shape, empty_batch
+from rl_jax.trainer.critic import Estimate, first_critic, make_critic_step, make_estimates
 from rl_jax.trainer.loop import Audit
 from rl_jax.trainer.scores import audit
-from rl_jax.trainer.state import Optimizer, TrainState, adam, init_state, reset_optimizers
+from rl_jax.trainer.state import (
+    CRITIC,
+    POLICY,
+    Optimizer,
+    TrainState,
+    adam,
+    after_push,
+    init_state,
+)
 from rl_jax.trainer.step import TrainStep, make_train_step
 
 TASKS = {"lookup": "rl_jax.tasks.lookup.family:family"}
@@ -63,31 +70,6 @@ def build_task(config: RunConfig) -> TaskFamily:
         latency_median_s=config.task.tool_latency_median_s,
         patience=config.warm_start.patience,
     )
-
-
-def imported(name: str, key: str) -> Any:
-    """The object behind `package.module:name` or `path/to/file.py:name`.
-
-    Raises UserError, naming `key`, where there is none.
-    """
-    module_name, _, attribute = name.partition(":")
-    try:
-        if module_name.endswith(".py"):
-            module = _executed(Path(module_name))
-        else:
-            module = importlib.import_module(module_name)
-        return getattr(module, attribute)
-    except (ImportError, OSError, AttributeError, SyntaxError) as error:
-        raise UserError(f"{key} = {name!r} cannot be imported: {error}") from error
-
-
-def _executed(path: Path) -> ModuleType:
-    """The module of a file that no package holds; dataclasses in it look it up by its name."""
-    spec = importlib.util.spec_from_file_location(f"file:{path}", path)
-    assert spec and spec.loader, "a .py file always has a loader"
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def build_policy(config: RunConfig, vocab_size: int) -> Model:
@@ -119,22 +101,6 @@ def init_params(model: Model, seed: int, mesh: Mesh) -> Tree:
     return jax.jit(model.init, out_shardings=shardings)(rng.base(seed, rng.Purpose.INIT))
 
 
-def build_loss(config: RunConfig) -> Loss:
-    match config.loss.recipe:
-        case "dis":
-            masks = config.staleness.when_stale == "mask"
-            mask_above = config.staleness.tau if masks else None
-            return recipes.dis(config.loss.eps_low, config.loss.eps_high, mask_above=mask_above)
-
-
-def build_advantage(config: RunConfig) -> Advantage:
-    match config.advantage.name:
-        case "standardised":
-            return standardised
-        case "group_mean":
-            return group_mean
-
-
 def build_admit(config: RunConfig, oldest_in_flight: Callable[[], Iterable[int]]) -> Admit:
     """The staleness policy that the configuration names; `oldest_in_flight` gives, for each group
     under way, the oldest version that sampled a token of it."""
@@ -163,9 +129,11 @@ def build_limits(config: RunConfig) -> Limits:
 
 
 def build_optimizer(config: RunConfig) -> Optimizer:
+    """The policy's. It rests while a new critic warms up."""
     own = config.trainer
     return adam(
         own.learning_rate,
+        hold_steps=config.critic.warmup_updates if config.critic else 0,
         warmup_steps=own.lr_warmup_updates,
         total_steps=max(own.updates, 1),
         final_share=own.lr_final_share,
@@ -178,6 +146,32 @@ def build_optimizer(config: RunConfig) -> Optimizer:
     )
 
 
+class Critic(NamedTuple):
+    """How a critic is trained."""
+
+    loss: Loss
+    optimizer: Optimizer
+
+
+def build_critic(config: RunConfig) -> Critic | None:
+    """None where the configuration has none."""
+    own = config.critic
+    if own is None:
+        return None
+    optimizer = adam(
+        own.learning_rate,
+        b1=own.adam_b1,
+        b2=own.adam_b2,
+        eps=own.adam_eps,
+        weight_decay=own.weight_decay,
+        max_grad_norm=own.max_grad_norm,
+        reset_at_push=own.reset_at_push,
+        updates_per_step=own.updates_per_step,
+        frozen=own.frozen,
+    )
+    return Critic(recipes.critic(), optimizer)
+
+
 def rl_shape(config: RunConfig) -> Shape:
     """The fixed batch shape of an update."""
     own = config.trainer
@@ -188,34 +182,61 @@ def rl_shape(config: RunConfig) -> Shape:
 class StepProgram(NamedTuple):
     """A compiled trainer step and what makes its first state from parameters."""
 
-    init: Callable[[Tree], TrainState]
+    init: Callable[..., TrainState]
+    """(parameters, teachers by name) -> the state; no teachers where the loss asks for none."""
     step: TrainStep
-    reset: Callable[[TrainState], TrainState]
+    after_push: Callable[[TrainState], TrainState]
     abstract: TrainState
     """Shapes, dtypes and shardings of the state."""
+    critic: TrainStep | None = None
+    estimate: Estimate | None = None
 
 
 def compile_step(
-    model: Model, loss: Loss, optimizer: Optimizer, mesh: Mesh, shape: Shape
+    model: Model,
+    loss: Loss,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    shape: Shape,
+    critic: Critic | None = None,
+    estimates: frozenset[str] = frozenset(),
 ) -> StepProgram:
-    """Compiled ahead of time for `mesh`; the state is donated at every call."""
-    optimizers = {"policy": optimizer}
+    """Compiled ahead of time for `mesh`; the state is donated at every call but estimates.
 
-    def init(params: Tree) -> TrainState:
-        return init_state({"policy": params}, optimizers, loss.transform.init())
+    `estimates` is what the advantage needs beside rewards.
+    """
+    losses, optimizers = {POLICY: loss}, {POLICY: optimizer}
+    if critic is not None:
+        losses[CRITIC], optimizers[CRITIC] = critic
+
+    def init(params: Tree, teachers: Mapping[str, Tree]) -> TrainState:
+        trees = {POLICY: params} | first_anchors(loss.transform.needs, params, teachers)
+        if critic is not None:
+            trees[CRITIC] = first_critic(model, params)
+        return init_state(trees, optimizers, {n: own.transform.init() for n, own in losses.items()})
 
     params = abstract_params(model, mesh)
-    placed = state_shardings(jax.eval_shape(init, params), params, mesh)
-    state = _abstract(jax.eval_shape(init, params), placed)
-    step = make_train_step(model, loss, optimizers, vocab_chunk=_vocab_chunk(model))
-    batch = _abstract_batch(shape, mesh)
-    reset = partial(reset_optimizers, optimizers=optimizers)
-    step = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(mesh)))
+    known = dict.fromkeys(teachers(loss.transform.needs), params)
+    shapes = jax.eval_shape(init, params, known)
+    placed = state_shardings(shapes, params, mesh)
+    state, batch = _abstract(shapes, placed), _abstract_batch(shape, mesh)
+
+    def stepping(step: TrainStep) -> TrainStep:
+        own = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(mesh)))
+        return own.lower(state, batch).compile()
+
+    started = jax.jit(init, out_shardings=placed)
+    pushed = partial(after_push, optimizers=optimizers)
+    chunk = vocab_chunk(model)
+    estimate = make_estimates(model, estimates, vocab_chunk=chunk)
+    estimating = jax.jit(estimate, out_shardings=replicated(mesh))
     return StepProgram(
-        init=jax.jit(init, out_shardings=placed),
-        step=step.lower(state, batch).compile(),
-        reset=jax.jit(reset, donate_argnums=0, out_shardings=placed).lower(state).compile(),
+        init=lambda params, teachers=MappingProxyType({}): started(params, dict(teachers)),
+        step=stepping(make_train_step(model, loss, optimizers, vocab_chunk=chunk)),
+        after_push=jax.jit(pushed, donate_argnums=0, out_shardings=placed).lower(state).compile(),
         abstract=state,
+        critic=stepping(make_critic_step(model, critic.loss, optimizers)) if critic else None,
+        estimate=estimating.lower(state.params, batch).compile() if estimates else None,
     )
 
 
@@ -232,7 +253,7 @@ def compile_audit(model: Model, mesh: Mesh, shape: Shape) -> Audit:
             part.temperature,
             part.behavior,
             part.mask & (part.lag == lag),
-            vocab_chunk=_vocab_chunk(model),
+            vocab_chunk=vocab_chunk(model),
         )
 
     part = _abstract_batch(shape, mesh, microbatch=True)
@@ -289,6 +310,6 @@ def _abstract_batch(shape: Shape, mesh: Mesh, *, microbatch: bool = False) -> Ba
     return jax.tree.map(one, empty_batch(shape))
 
 
-def _vocab_chunk(model: Model) -> int:
+def vocab_chunk(model: Model) -> int:
     """The largest divisor of the vocabulary that is at most 4096."""
     return max(n for n in range(1, min(model.vocab_size, 4096) + 1) if model.vocab_size % n == 0)

@@ -16,7 +16,7 @@ from launch import build
 from launch.env import fingerprint, fingerprint_digest
 from launch.failure import first_cause
 from launch.programs.base import Parts, build_parts
-from launch.programs.trainer import compile_trainer
+from launch.programs.trainer import compile_trainer, weights_again
 from launch.terminal import Reporter
 from rl_jax.arrays import Tree
 from rl_jax.config.base import UserError
@@ -99,8 +99,7 @@ async def _replay(parts: Parts, recording: Recording) -> Comparison:
     parts.reporter.phase("compiling")
     compiled = await asyncio.to_thread(compile_trainer, parts, meshes)
     store = SnapshotStore(parts.run_dir / "snapshots")
-    abstract = build.abstract_params(parts.model, meshes.trainer)
-    params = await asyncio.to_thread(store.load, 0, abstract)
+    weights = await asyncio.to_thread(weights_again, parts, meshes)
     first = recording.versions[0]
     if store.manifest(0).digest != first.digest:
         raise UserError(f"{parts.run_dir}/snapshots/0 is not the version 0 of this run's journal")
@@ -108,7 +107,7 @@ async def _replay(parts: Parts, recording: Recording) -> Comparison:
     same = recording.fingerprints == (fingerprint_digest(fingerprint()),)
     player = _Player(parts, recording, store, dispatcher, same)
     try:
-        state: TrainState = await dispatcher.run(compiled.step.init, params)
+        state: TrainState = await dispatcher.run(compiled.step.init, *weights)
         parts.reporter.phase("replay", recording.last)
         player.tell_equal(first)
         began = time.perf_counter()

@@ -20,6 +20,7 @@ from rl_jax.losses import recipes
 from rl_jax.model import Model
 from rl_jax.snapshots.store import SnapshotStore
 from rl_jax.tasks.base import TaskFamily
+from rl_jax.trainer.anchors import teachers
 from rl_jax.trainer.batches import batch_shape, build_batch
 from rl_jax.trainer.state import adam
 from rl_jax.trajectories.types import NOT_SAMPLED, RolloutKey, Status, Trajectory
@@ -35,16 +36,29 @@ def first_params(config: RunConfig, model: Model, mesh: Mesh) -> Tree:
     """
     if config.warm_start.snapshot is None:
         return build.init_params(model, config.seed, mesh)
-    path = Path(config.warm_start.snapshot)
+    return _snapshot(config.warm_start.snapshot, "warm_start.snapshot", model, mesh)
+
+
+def load_teachers(config: RunConfig, model: Model, mesh: Mesh) -> dict[str, Tree]:
+    """The teachers that the loss asks for, by name, on the trainer's mesh.
+
+    UserError where a snapshot is missing, corrupt, or of another model.
+    """
+    return {
+        name: _snapshot(config.teachers[name], f"teachers.{name}", model, mesh)
+        for name in teachers(build.build_loss(config).transform.needs)
+    }
+
+
+def _snapshot(directory: str, key: str, model: Model, mesh: Mesh) -> Tree:
+    path = Path(directory)
     if not path.name.isdecimal():
-        raise UserError(
-            f"warm_start.snapshot = {str(path)!r}: needs a version's directory, as DIR/0"
-        )
+        raise UserError(f"{key} = {directory!r}: needs a version's directory, as DIR/0")
     try:
         store = SnapshotStore(path.parent)
         return store.load(int(path.name), build.abstract_params(model, mesh))
     except ValueError as error:
-        raise UserError(f"warm_start.snapshot: {error}") from error
+        raise UserError(f"{key}: {error}") from error
 
 
 async def warm_start(
@@ -84,8 +98,7 @@ async def warm_start(
     draws = rng.host(config.seed, rng.Purpose.WARM_START)
     for step in range(1, own.steps + 1):
         chosen = [demonstrations[i] for i in draws.integers(count, size=own.trajectories)]
-        nothing = [np.zeros(len(d.tokens), np.float32) for d in chosen]
-        batch, _ = build_batch(chosen, nothing, loss.reduction, 0, shape)
+        batch = build_batch(chosen, loss.reduction, 0, shape).batch
         state, report = await dispatcher.run(program.step, state, batch)
         reporter.progress(step, loss=float(report.loss))
     return state.params["policy"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch import build
+from launch.needs import check_frozen, check_needs
 from launch.terminal import Reporter
 from rl_jax.config.base import UserError
 from rl_jax.config.run import RunConfig
@@ -53,7 +54,8 @@ class Parts(NamedTuple):
 
 
 def build_parts(config: RunConfig, run_dir: Path, reporter: Reporter, began: float) -> Parts:
-    """Raises UserError for what is wrong with the task."""
+    """Raises UserError for what is wrong with the task, the loss or the advantage."""
+    check_needs(config)
     family = build.build_task(config)
     check_questions(config, family)
     try:
@@ -61,6 +63,7 @@ def build_parts(config: RunConfig, run_dir: Path, reporter: Reporter, began: flo
     except ValueError as error:
         raise UserError(f"tokenizer of the task: {error}") from error
     model = build.build_policy(config, renderer.vocab_size)
+    check_frozen(config, model)
     return Parts(config, run_dir, reporter, family, renderer, model, RunTime(began), Clock())
 
 

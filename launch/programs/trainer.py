@@ -17,7 +17,7 @@ from launch.push import Deliver, Pusher, to_nobody
 from launch.record import TrainerRecord
 from launch.resume import Resumption
 from launch.stop import Stop
-from launch.warm_start import first_params, warm_start
+from launch.warm_start import first_params, load_teachers, warm_start
 from rl_jax.arrays import Tree
 from rl_jax.dispatch import Dispatcher
 from rl_jax.queues.memory import MemoryQueue
@@ -26,7 +26,7 @@ from rl_jax.snapshots.manifest import build_manifest
 from rl_jax.snapshots.policies import keep_last
 from rl_jax.snapshots.publisher import copy_tree
 from rl_jax.snapshots.store import SnapshotStore
-from rl_jax.trainer.loop import Auditor, Hooks, Programs, Pushed, Schedule, Taken, train
+from rl_jax.trainer.loop import Auditor, Critic, Hooks, Programs, Pushed, Schedule, Taken, train
 from rl_jax.trainer.state import TrainState
 from rl_jax.trajectories.codec import encode_group
 from rl_jax.trajectories.types import Group
@@ -44,16 +44,36 @@ def compile_trainer(parts: Parts, meshes: build.Meshes) -> Compiled:
     config, model = parts.config, parts.model
     shape = build.rl_shape(config)
     loss, optimizer = build.build_loss(config), build.build_optimizer(config)
-    step = build.compile_step(model, loss, optimizer, meshes.trainer, shape)
+    critic = build.build_critic(config)
+    needs = build.build_advantage(config).needs
+    step = build.compile_step(model, loss, optimizer, meshes.trainer, shape, critic, needs)
     audit = build.compile_audit(model, meshes.trainer, shape)
-    return Compiled(step, Programs(step.step, step.reset, audit))
+    own = None
+    if critic is not None and step.critic is not None:
+        own = Critic(step.critic, critic.optimizer.updates_per_step, critic.loss.reduction)
+    return Compiled(step, Programs(step.step, step.after_push, audit, own, step.estimate))
+
+
+class Weights(NamedTuple):
+    """What a run begins with."""
+
+    params: Tree
+    """Of version 0."""
+    teachers: Mapping[str, Tree]
+
+
+def weights_again(parts: Parts, meshes: build.Meshes) -> Weights:
+    """Of a run whose version 0 is published. UserError where a teacher is no longer there."""
+    store = SnapshotStore(parts.run_dir / "snapshots")
+    params = store.load(0, build.abstract_params(parts.model, meshes.trainer))
+    return Weights(params, load_teachers(parts.config, parts.model, meshes.trainer))
 
 
 async def prepare(
     parts: Parts, meshes: build.Meshes, found: Resumption | None
-) -> tuple[Tree | None, Compiled]:
-    """What takes long before the first update: the weights of version 0, None where the run goes
-    on, and programs."""
+) -> tuple[Weights | None, Compiled]:
+    """What takes long before the first update: the first weights, None where the run goes on, and
+    programs."""
     dispatcher = Dispatcher("warm start")
     try:
         async with asyncio.TaskGroup() as starting:
@@ -66,12 +86,15 @@ async def prepare(
     return weights, compiling.result()
 
 
-async def _first_weights(parts: Parts, meshes: build.Meshes, dispatcher: Dispatcher) -> Tree:
-    """The configured snapshot, or fresh weights after their warm start."""
-    params = await in_background(partial(first_params, parts.config, parts.model, meshes.trainer))
-    return await warm_start(
+async def _first_weights(parts: Parts, meshes: build.Meshes, dispatcher: Dispatcher) -> Weights:
+    """The configured snapshot, or fresh weights after their warm start; and the teachers."""
+    where = parts.config, parts.model, meshes.trainer
+    params = await in_background(partial(first_params, *where))
+    teachers = await in_background(partial(load_teachers, *where))
+    params = await warm_start(
         parts.config, parts.model, params, parts.family, parts.renderer, dispatcher, parts.reporter
     )
+    return Weights(params, teachers)
 
 
 class Trainer:
@@ -117,8 +140,8 @@ class Trainer:
         """The last update that is done."""
         return self._record.update
 
-    async def run(self, weights: Tree | None) -> bool:
-        """Updates from version 0, which is `weights`, or from the resumption: to the end, or to a
+    async def run(self, weights: Weights | None) -> bool:
+        """Updates from the first `weights`, or from the resumption: to the end, or to a
         stop with a checkpoint. True where all are done."""
         if self._resumption is None:
             assert weights is not None, "a new run begins with weights"
@@ -174,12 +197,11 @@ class Trainer:
             queue.set_state({"unacked": [], "queued": queued})
         return queue
 
-    async def _begin(self, weights: Tree) -> tuple[TrainState, Pushed]:
+    async def _begin(self, weights: Weights) -> tuple[TrainState, Pushed]:
         """Version 0 is published and with the samplers; the state is fresh."""
-        initial = await self._pusher.push(weights, 0)
+        initial = await self._pusher.push(weights.params, 0)
         await self._pusher.published()
-        init = self._compiled.step.init
-        return await self._dispatcher.run(init, initial.params, label="init"), initial
+        return await self._fresh(weights._replace(params=initial.params)), initial
 
     async def _go_on(self, where: Resumption) -> tuple[TrainState, Pushed]:
         """The state of the checkpoint; the newest version is with the samplers."""
@@ -193,9 +215,12 @@ class Trainer:
             load, shape = self._checkpoints.load, self._compiled.step.abstract
             state = await asyncio.to_thread(load, where.update, shape)
         else:
-            first = await asyncio.to_thread(self._snapshots.load, 0, abstract)
-            state = await self._dispatcher.run(self._compiled.step.init, first, label="init")
+            again = await asyncio.to_thread(weights_again, self._parts, self._meshes)
+            state = await self._fresh(again)
         return state, Pushed(where.newest, newest)
+
+    async def _fresh(self, weights: Weights) -> TrainState:
+        return await self._dispatcher.run(self._compiled.step.init, *weights, label="init")
 
     async def _take(self, update: int) -> Taken | None:
         """A batch that an earlier part of the run had on record, else the queue's next."""

@@ -5,9 +5,12 @@ tell is checked later: devices by `check_devices`, files by `load`, imports by t
 """
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from rl_jax.config.base import Section, UserError
 
@@ -16,29 +19,67 @@ CHUNK = 64
 
 TASKS = ("lookup",)
 """The tasks that a bare name means."""
+RECIPES = (
+    "ppo", "grpo", "dual_clip", "dapo", "dr_grpo", "gspo", "gmpo", "cispo", "tis", "mis", "icepop",
+    "dis", "k2_5", "k1_5", "dppo", "ipo", "aipo", "decoupled_ppo", "ppo_ewma", "m2po", "sapo",
+    "opsm", "dro", "opd", "mopd",
+)  # fmt: skip
+"""The losses that a bare name means: functions of `rl_jax.losses.recipes`."""
+ADVANTAGES = (
+    "group_mean", "standardised", "leave_one_out", "batch_standardised", "max_rl",
+    "reinforce_plus_plus", "gae", "length_adaptive_gae", "vtrace", "single",
+)  # fmt: skip
+"""The advantages that a bare name means: functions of `rl_jax.advantages`."""
+
+NAMING = {"task": "name", "loss": "recipe", "advantage": "name"}
+"""Section -> its key that may name an object of the user's own."""
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-OpenUnit = Annotated[float, Field(gt=0, lt=1)]
 Chunked = Annotated[int, Field(ge=CHUNK, multiple_of=CHUNK)]
 Buckets = Annotated[tuple[Count, ...], Field(strict=False, min_length=1)]
 Layers = Annotated[tuple[Literal["kda", "mla"], ...], Field(strict=False, min_length=1)]
 
 
-def _task(value: str) -> str:
-    if value in TASKS or re.fullmatch(r"[^:]+\.py:\w+|\w+(\.\w+)*:\w+", value):
+def _one_of(kind: str, known: tuple[str, ...]) -> AfterValidator:
+    """A name out of `known`, or what names an object of the user's own."""
+
+    def check(value: str) -> str:
+        if value in known or re.fullmatch(r"[^:]+\.py:\w+|\w+(\.\w+)*:\w+", value):
+            return value
+        raise ValueError(
+            f"no such {kind}; there is {', '.join(known)}, and your own as path/to/file.py:name or "
+            "package.module:name"
+        )
+
+    return AfterValidator(check)
+
+
+def _keyword(value: Any) -> Any:
+    """What a file can say of a function's keyword; lists become tuples, which nobody changes."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_keyword, value))
+    if isinstance(value, str | int) or (isinstance(value, float) and isfinite(value)):
         return value
-    raise ValueError(
-        f"no such task; there is {', '.join(TASKS)}, and your own as path/to/file.py:name or "
-        "package.module:name"
-    )
+    raise ValueError("needs a finite number, a string, true or false, or a list of them")
+
+
+class Call(Section):
+    """A section that names a function; its further keys are keywords of that function."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_keyword)]] = Field(init=False)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__)
 
 
 class Task(Section):
     """What the agent is trained on."""
 
-    name: Annotated[str, AfterValidator(_task)] = "lookup"
+    name: Annotated[str, _one_of("task", TASKS)] = "lookup"
     tool_latency_median_s: NonNegative = 0.02
     """Lognormal, p99 = 10 x median."""
 
@@ -92,7 +133,8 @@ class Trainer(Section):
 
     updates: Annotated[int, Field(ge=0)] = 60
     groups: Count = 16
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Count = 8
+    """1: single rollouts, which need an advantage that does not compare within the group."""
     push_every: Count = 4
     learning_rate: NonNegative = 1e-4
     reset_at_push: bool = True
@@ -109,18 +151,51 @@ class Trainer(Section):
     rows_per_microbatch: Count = 16
 
 
-class Loss(Section):
-    """DIS: a token trains while its ratio is inside the open band (1 - eps_low, 1 + eps_high)."""
+class Loss(Call):
+    """What an update minimises: a recipe, called with the section's other keys.
 
-    recipe: Literal["dis"] = "dis"
-    eps_low: OpenUnit = 0.3
-    eps_high: Positive = 5.0
+    Those are checked where the recipe is imported; the recipe's defaults are the section's.
+    """
+
+    recipe: Annotated[str, _one_of("recipe", RECIPES)] = "dis"
 
 
-class Advantage(Section):
-    """Reward minus the group's mean, `standardised`: divided by the group's deviation too."""
+class Advantage(Call):
+    """What a token's gradient is multiplied by, made by a function that gets the other keys."""
 
-    name: Literal["standardised", "group_mean"] = "standardised"
+    name: Annotated[str, _one_of("advantage", ADVANTAGES)] = "standardised"
+
+
+class Critic(Section):
+    """A critic of the policy's shape, its trunk a copy of version 0; no section: no critic."""
+
+    learning_rate: NonNegative = 1e-3
+    updates_per_step: Count = 2
+    """On every batch, before the policy's."""
+    warmup_updates: Annotated[int, Field(ge=0)] = 10
+    """First updates of the run in which the policy rests."""
+    frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Patterns of parameters that keep their values, as "trunk.blocks.*.mixer.*"."""
+    reset_at_push: bool = False
+    max_grad_norm: Positive = 1.0
+    adam_b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_b2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    adam_eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+
+
+class Directories(dict[str, str]):
+    """Directories by name; nobody changes one, so a configuration can be a key."""
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.items()))
+
+
+def _teachers(value: dict[str, str]) -> Directories:
+    for name in value:
+        if not name.isidentifier():
+            raise ValueError(f"{name!r}: needs names of letters, digits and _")
+    return Directories(value)
 
 
 class Staleness(Section):
@@ -241,6 +316,10 @@ class RunConfig(Section):
     trainer: Trainer = Trainer()
     loss: Loss = Loss()
     advantage: Advantage = Advantage()
+    critic: Critic | None = None
+    teachers: Annotated[dict[str, str], AfterValidator(_teachers)] = Directories()
+    """What a loss calls teacher(NAME): NAME = the directory of a published version. It is no part
+    of the run's record: resume and replay need it where it was, and as it was."""
     staleness: Staleness = Staleness()
     sampler: Sampler = Sampler()
     rollout: Rollout = Rollout()
@@ -253,6 +332,19 @@ class RunConfig(Section):
     @property
     def devices_needed(self) -> int:
         return self.mesh.trainer.size + self.mesh.sampler.size
+
+    @property
+    def imports(self) -> dict[str, str]:
+        """Section -> what it names: a name of ours, or file.py:name, or package.module:name."""
+        return {section: getattr(getattr(self, section), key) for section, key in NAMING.items()}
+
+    def with_imports(self, names: Mapping[str, str]) -> "RunConfig":
+        """The same, naming other objects in the sections that `names` has."""
+        changed = {
+            section: getattr(self, section).model_copy(update={NAMING[section]: name})
+            for section, name in names.items()
+        }
+        return self.model_copy(update=changed)
 
     @model_validator(mode="after")
     def _limits(self) -> "RunConfig":
@@ -300,6 +392,12 @@ class RunConfig(Section):
             if whole % value:
                 raise ValueError(f"mesh.{key} = {value}: needs a divisor of {whole_key} = {whole}")
         return self
+
+
+def file_of(name: str) -> Path | None:
+    """The file in "path/to/file.py:name"; None for every other sort of name."""
+    file = Path(name.rpartition(":")[0])
+    return file if file.suffix == ".py" else None
 
 
 def check_devices(config: RunConfig, available: int) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rl_jax.arrays import CHUNK, AnyArray, round_up
-from rl_jax.losses.types import Reduction
+from rl_jax.losses.types import Reduction, task_id
 from rl_jax.masking import PADDING
 from rl_jax.trajectories.packing import Place, pack
 from rl_jax.trajectories.types import NOT_SAMPLED, Trajectory
@@ -31,12 +31,16 @@ class Batch(NamedTuple):
     """float32 recorded log-probabilities."""
     advantages: AnyArray
     """float32."""
+    returns: AnyArray
+    """float32, what a critic shall predict before each token."""
     weights: AnyArray
     """float32 from the reduction."""
     temperature: AnyArray
     """float32."""
     lag: AnyArray
     """int32."""
+    tasks: AnyArray
+    """int32, `task_id` of the trajectory's task."""
     count: AnyArray
     """int32 scalar, used microbatches."""
 
@@ -57,17 +61,26 @@ def batch_shape(trajectories: int, max_tokens: int, rows: int, row_length: int) 
     return Shape(round_up(-(-trajectories // per_row), rows) // rows, rows, row_length)
 
 
+class Built(NamedTuple):
+    """A batch without advantages yet, and where its trajectories lie."""
+
+    batch: Batch
+    places: list[Place]
+    """Of each trajectory, in order."""
+    padding: float
+    """Share of padding in the used microbatches."""
+
+
 def build_batch(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[np.ndarray],
     reduction: Reduction,
     published_version: int,
     shape: Shape,
-) -> tuple[Batch, float]:
-    """Packs `trajectories` (with one float32[T] of advantages each) into `shape`.
+) -> Built:
+    """Packs `trajectories` into `shape`; advantages and returns are zero.
 
-    Returns the batch and the share of padding in the used microbatches. Raises ValueError where
-    they do not fit.
+    Raises ValueError where they do not fit, or a recorded log-probability is not finite, or as
+    `reduce`.
     """
     places = pack([len(t.tokens) for t in trajectories], shape.row_length)
     rows_used = 1 + max((p.row for p in places), default=-1)
@@ -77,15 +90,62 @@ def build_batch(
             f"{rows_used} rows exceed {shape.microbatches} microbatches of {shape.rows}"
         )
     batch = empty_batch(shape)
-    rows = zip(trajectories, places, advantages, reduction(trajectories), strict=True)
-    for number, (trajectory, place, advantage, weight) in enumerate(rows):
+    rows = zip(trajectories, places, reduce(reduction, trajectories), strict=True)
+    for number, (trajectory, place, weight) in enumerate(rows):
         cut = _where(place, len(trajectory.tokens), shape)
         _fill(batch, cut, number, trajectory, published_version)
-        batch.advantages[cut] = advantage
         batch.weights[cut] = weight
     filled = sum(len(t.tokens) for t in trajectories)
     padding = 1.0 - filled / max(1, count * shape.rows * shape.row_length)
-    return batch._replace(count=np.array(count, np.int32)), padding
+    return Built(batch._replace(count=np.array(count, np.int32)), places, padding)
+
+
+def reduce(reduction: Reduction, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+    """The reduction's weights; a ValueError names it and the trajectory that it fails."""
+    name = getattr(reduction, "__qualname__", repr(reduction)).split(".<locals>")[0]
+    weights = list(reduction(trajectories))
+    if len(weights) != len(trajectories):
+        raise ValueError(f"{name}: {len(weights)} arrays for {len(trajectories)} trajectories")
+    for trajectory, own in zip(trajectories, weights, strict=True):
+        found, wanted = (np.asarray(own).dtype, np.shape(own)), trajectory.tokens.shape
+        if found != (np.float32, wanted):
+            raise ValueError(
+                f"{name}: {found[0]}{list(found[1])} for {trajectory.key}, needs "
+                f"float32{list(wanted)}"
+            )
+    return weights
+
+
+def with_advantages(
+    batch: Batch,
+    places: Sequence[Place],
+    advantages: Sequence[np.ndarray],
+    returns: Sequence[np.ndarray],
+) -> Batch:
+    """`batch` with one float32[T] of advantages and one of returns for each trajectory."""
+    return batch._replace(
+        advantages=spread(batch, places, advantages), returns=spread(batch, places, returns)
+    )
+
+
+def spread(batch: Batch, places: Sequence[Place], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """float32[M, R, L]: each trajectory's array at its place, 0 elsewhere."""
+    shape = Shape(*batch.tokens.shape)
+    whole = np.zeros(shape, np.float32)
+    for place, array in zip(places, arrays, strict=True):
+        whole[_where(place, len(array), shape)] = array
+    return whole
+
+
+def cut(
+    array: np.ndarray, places: Sequence[Place], trajectories: Sequence[Trajectory]
+) -> list[np.ndarray]:
+    """What `array` [M, R, L] holds at each trajectory's place: one [T] each, views of it."""
+    shape = Shape(*array.shape)
+    return [
+        array[_where(place, len(trajectory.tokens), shape)]
+        for place, trajectory in zip(places, trajectories, strict=True)
+    ]
 
 
 def locate(batch: Batch, microbatch: int, row: int, column: int) -> int:
@@ -114,14 +174,17 @@ def empty_batch(shape: Shape) -> Batch:
         mask=full(0, np.bool_),
         behavior=full(0, np.float32),
         advantages=full(0, np.float32),
+        returns=full(0, np.float32),
         weights=full(0, np.float32),
         temperature=full(1, np.float32),
         lag=full(0, np.int32),
+        tasks=full(0, np.int32),
         count=np.zeros((), np.int32),
     )
 
 
 def _fill(batch: Batch, cut: Cut, number: int, trajectory: Trajectory, published: int) -> None:
+    _check_behavior(trajectory)
     batch.tokens[cut] = trajectory.tokens
     batch.positions[cut] = np.arange(len(trajectory.tokens))
     batch.segment_ids[cut] = number
@@ -130,3 +193,11 @@ def _fill(batch: Batch, cut: Cut, number: int, trajectory: Trajectory, published
     batch.temperature[cut] = trajectory.temperature
     sampled = trajectory.versions != NOT_SAMPLED
     batch.lag[cut] = np.where(sampled, published - trajectory.versions, 0)
+    batch.tasks[cut] = task_id(trajectory.key.task)
+
+
+def _check_behavior(trajectory: Trajectory) -> None:
+    bad = np.flatnonzero(trajectory.loss_mask & ~np.isfinite(trajectory.behavior_logprobs))
+    if len(bad):
+        value = float(trajectory.behavior_logprobs[bad[0]])
+        raise ValueError(f"behavior_logprobs of {trajectory.key} is {value} at token {bad[0]}")

@@ -1,5 +1,8 @@
 """[H] The trainer program: batches from the queue, updates, a push every K updates.
 
+An update is what the advantage needs of critic and policy, advantages on the host, the critic's
+steps, the policy's step.
+
 It knows neither samplers nor the journal; what others must hear is in `Hooks`. It crashes on a
 fault of its own: a step that is not finite is not applied, its batch is saved, and the error names
 the tensor and the trajectory.
@@ -9,6 +12,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,13 +21,24 @@ import jax
 import numpy as np
 
 from rl_jax import rng
-from rl_jax.advantages import Advantage
+from rl_jax.advantages import Advantage, Estimates, estimate
 from rl_jax.arrays import Tree
 from rl_jax.dispatch import Dispatcher
 from rl_jax.losses.ratios import ess_share
 from rl_jax.losses.types import Reduction
 from rl_jax.metrics import names
-from rl_jax.trainer.batches import Batch, Shape, build_batch, locate
+from rl_jax.trainer.batches import (
+    Batch,
+    Built,
+    Shape,
+    build_batch,
+    cut,
+    locate,
+    reduce,
+    spread,
+    with_advantages,
+)
+from rl_jax.trainer.critic import Estimate, explained_variance
 from rl_jax.trainer.state import TrainState
 from rl_jax.trainer.step import StepReport, TrainStep
 from rl_jax.trajectories.lineage import pure
@@ -32,13 +48,25 @@ Audit = Callable[[Tree, Batch, np.int32], tuple[jax.Array, jax.Array]]
 """(params, one microbatch, lag) -> (max |behavior - logprob|, tokens) over tokens of that lag."""
 
 
+class Critic(NamedTuple):
+    """The critic's part of an update: ahead of the policy's."""
+
+    step: TrainStep
+    updates: int
+    """On every batch."""
+    reduction: Reduction
+
+
 class Programs(NamedTuple):
     """Compiled for the trainer's mesh."""
 
     step: TrainStep
-    reset: Callable[[TrainState], TrainState]
-    """Optimizer state as it is after a push."""
+    after_push: Callable[[TrainState], TrainState]
+    """The state as it is after a push."""
     audit: Audit
+    critic: Critic | None = None
+    estimate: Estimate | None = None
+    """What the advantage needs beside rewards."""
 
 
 class Schedule(NamedTuple):
@@ -158,25 +186,35 @@ async def train(
         groups, published = taken
         rewarded = groups if shuffle_seed is None else shuffle_rewards(groups, shuffle_seed, update)
         members = [member for group in rewarded for member in group.members]
-        advantages = [a for group in rewarded for a in advantage(group, None)]
-        batch, padding = await asyncio.to_thread(
-            build_batch, members, advantages, reduction, published, shape
-        )
+        built = await asyncio.to_thread(build_batch, members, reduction, published, shape)
         ready = time.perf_counter()
         try:
             async with asyncio.timeout(schedule.step_timeout_s):
+                estimates = await _estimates(programs, dispatcher, state, built, rewarded)
+                work = partial(_with_advantages, built, advantage, rewarded, estimates)
+                batch = await asyncio.to_thread(work)
                 audited = auditor.due(batch, published, members) if auditor else None
-                dlogp = await dispatcher.run(_audit, programs, audited) if audited else {}
-                state, report = await dispatcher.run(_step, programs, state, batch)
+                more = await dispatcher.run(_audit, programs, audited) if audited else {}
+                if programs.critic is not None:
+                    weigh = partial(_of_critic, batch, built, programs.critic, members)
+                    own = await asyncio.to_thread(weigh)
+                    checks = partial(
+                        _check_finite, batch=own, members=members, save_to=save_bad_batch
+                    )
+                    state, told = await _train_critic(
+                        state, programs.critic, dispatcher, own, checks
+                    )
+                    more |= told
+                state, report = await dispatcher.run(_step, programs.step, state, batch)
         except TimeoutError:
             seconds = schedule.step_timeout_s
             raise TimeoutError(f"update {update} has not ended in {seconds:g} s") from None
         stepped = time.perf_counter()
         _check_finite(report, batch, members, save_bad_batch)
-        metrics = _metrics(report, batch, members, padding) | dlogp
+        metrics = _metrics(report, batch, members, built.padding) | more
         pushes = update % schedule.push_every == 0 or update == schedule.updates
         if pushes:
-            state = await dispatcher.run(programs.reset, state)
+            state = await dispatcher.run(programs.after_push, state)
             pushed = await hooks.push(state.params["policy"], update)
             if auditor:
                 auditor.hold(pushed.params, pushed.version)
@@ -204,8 +242,62 @@ def shuffle_rewards(groups: Sequence[Group], seed: int, update: int) -> list[Gro
     ]
 
 
-def _step(programs: Programs, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-    state, report = programs.step(state, batch)
+async def _estimates(
+    programs: Programs,
+    dispatcher: Dispatcher,
+    state: TrainState,
+    built: Built,
+    groups: Sequence[Group],
+) -> list[Estimates]:
+    """One for each group; nothing is computed where the advantage asks for nothing."""
+    if programs.estimate is None:
+        return [Estimates() for _ in groups]
+    found = await dispatcher.run(_estimate, programs.estimate, state, built.batch)
+    members = [member for group in groups for member in group.members]
+    cuts = {name: iter(cut(array, built.places, members)) for name, array in found.items()}
+    return [
+        Estimates(**{name: tuple(islice(own, len(group.members))) for name, own in cuts.items()})
+        for group in groups
+    ]
+
+
+async def _train_critic(
+    state: TrainState,
+    critic: Critic,
+    dispatcher: Dispatcher,
+    batch: Batch,
+    check: Callable[[StepReport], None],
+) -> tuple[TrainState, dict[str, float]]:
+    """The state after the critic's updates, and what the first said: of the critic that the
+    advantages are from."""
+    told: dict[str, float] = {}
+    for _ in range(critic.updates):
+        state, report = await dispatcher.run(_step, critic.step, state, batch, label="critic step")
+        check(report)
+        told = told or _critic_metrics(report)
+    return state, told
+
+
+def _with_advantages(
+    built: Built, advantage: Advantage, groups: Sequence[Group], estimates: Sequence[Estimates]
+) -> Batch:
+    per_group = estimate(advantage, groups, estimates)
+    advantages, returns = (list(chain.from_iterable(arrays)) for arrays in per_group)
+    return with_advantages(built.batch, built.places, advantages, returns)
+
+
+def _of_critic(batch: Batch, built: Built, critic: Critic, members: Sequence[Trajectory]) -> Batch:
+    """The batch under the weights of the critic's reduction."""
+    weights = reduce(critic.reduction, members)
+    return batch._replace(weights=spread(batch, built.places, weights))
+
+
+def _estimate(run: Estimate, state: TrainState, batch: Batch) -> dict[str, np.ndarray]:
+    return jax.device_get(run(state.params, batch))
+
+
+def _step(step: TrainStep, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
+    state, report = step(state, batch)
     return state, jax.device_get(report)
 
 
@@ -214,15 +306,27 @@ def _audit(programs: Programs, due: tuple[Tree, Batch, np.int32]) -> dict[str, f
     return {names.DLOGP_FRESH: float(worst), names.FRESH_TOKENS: float(count)}
 
 
+def _critic_metrics(report: StepReport) -> dict[str, float]:
+    return {
+        names.CRITIC_LOSS: float(report.loss),
+        names.CRITIC_GRAD_NORM: float(report.grad_norm),
+        names.CRITIC_EXPLAINED_VARIANCE: explained_variance(_computed(report)),
+    }
+
+
+def _computed(report: StepReport) -> dict[str, float]:
+    return {
+        name: float(mean.total / mean.count) if mean.count else 0.0
+        for name, mean in report.metrics.items()
+    }
+
+
 def _metrics(
     report: StepReport, batch: Batch, members: Sequence[Trajectory], padding: float
 ) -> dict[str, float]:
     originals = [m for m in members if m.copy_of is None]
     lag = batch.lag[batch.mask]
-    computed = {
-        name: float(mean.total / mean.count) if mean.count else 0.0
-        for name, mean in report.metrics.items()
-    }
+    computed = _computed(report)
     if names.ESS_WEIGHT in computed:
         moments = computed[names.ESS_WEIGHT], computed[names.ESS_WEIGHT_SQUARED]
         computed[names.ESS_SHARE] = float(ess_share(*moments))

@@ -1,12 +1,18 @@
 """[P] The trainer's state: one pytree, donated at every step."""
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from rl_jax.arrays import Array, Tree
+from rl_jax.losses.types import PROXIMAL
+
+POLICY, CRITIC = "policy", "critic"
+"""The trees that are trained; the others go by the score that they give."""
 
 
 class Optimizer(NamedTuple):
@@ -19,22 +25,27 @@ class Optimizer(NamedTuple):
     transform: optax.GradientTransformation
     learning_rate: Callable[[Array], Array]
     reset_at_push: bool = True
+    updates_per_step: int = 1
+    """Updates that the tree gets on every batch; the policy gets one."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameters' paths, as "trunk.blocks.*.mixer.*": no gradient, no update."""
 
 
 class TrainState(NamedTuple):
     params: dict[str, Tree]
-    """Named trees: `policy`."""
+    """Named trees: `policy`, perhaps `critic`, and those of other scores: `proximal`, ..."""
     optimizer: dict[str, Any]
-    """Moments and their bias-correction counts, per tree."""
-    loss: Any
-    """State of the loss transform."""
+    """Moments and their bias-correction counts, per tree that is trained."""
+    loss: dict[str, Any]
+    """State of the loss transform, per tree that is trained."""
     step: Array
-    """int32 scalar: optimizer steps applied so far; never reset."""
+    """int32 scalar: updates of the policy applied so far; never reset."""
 
 
 def adam(
     learning_rate: float,
     *,
+    hold_steps: int = 0,
     warmup_steps: int = 0,
     total_steps: int = 1,
     final_share: float = 1.0,
@@ -44,17 +55,21 @@ def adam(
     weight_decay: float = 0.0,
     max_grad_norm: float = 1.0,
     reset_at_push: bool = True,
+    updates_per_step: int = 1,
+    frozen: tuple[str, ...] = (),
 ) -> Optimizer:
     """AdamW on gradients clipped by global norm.
 
-    The learning rate rises linearly over `warmup_steps` and falls linearly from its full value at
-    step 0 to `final_share` of it at `total_steps`.
+    The learning rate is 0 for `hold_steps`, rises linearly over `warmup_steps` after them, and
+    falls linearly from its full value at step 0 to `final_share` of it at `total_steps`.
     """
 
     def schedule(step: Array) -> Array:
-        ramp = jnp.minimum(1.0, (step + 1) / warmup_steps) if warmup_steps else jnp.float32(1.0)
+        begun = step - hold_steps if hold_steps else step
+        ramp = jnp.minimum(1.0, (begun + 1) / warmup_steps) if warmup_steps else jnp.float32(1.0)
         gone = jnp.minimum(1.0, step / total_steps)
-        return jnp.float32(learning_rate) * ramp * (1.0 - (1.0 - final_share) * gone)
+        rate = jnp.float32(learning_rate) * ramp * (1.0 - (1.0 - final_share) * gone)
+        return jnp.where(begun >= 0, rate, 0.0) if hold_steps else rate
 
     transform = optax.chain(
         optax.clip_by_global_norm(max_grad_norm),
@@ -62,26 +77,54 @@ def adam(
         optax.add_decayed_weights(weight_decay),
         optax.scale(-1.0),
     )
-    return Optimizer(transform, schedule, reset_at_push)
+    return Optimizer(transform, schedule, reset_at_push, updates_per_step, frozen)
+
+
+def trained(tree: Tree, frozen: tuple[str, ...]) -> Tree:
+    """The tree with None for every leaf whose path matches a pattern of `frozen`."""
+    if not frozen:
+        return tree
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = path_of(path)
+        return None if any(fnmatchcase(name, pattern) for pattern in frozen) else leaf
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def whole(part: Tree, tree: Tree) -> Tree:
+    """`tree` with the leaves that `part`, made by `trained`, has in their places."""
+    return jax.tree.map(
+        lambda own, leaf: leaf if own is None else own, part, tree, is_leaf=lambda own: own is None
+    )
+
+
+def path_of(path: tuple[Any, ...]) -> str:
+    """The dotted name of a leaf."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def init_state(
-    params: dict[str, Tree], optimizers: Mapping[str, Optimizer], loss: Any
+    params: dict[str, Tree], optimizers: Mapping[str, Optimizer], losses: Mapping[str, Any]
 ) -> TrainState:
-    """A fresh state; `loss` is the loss transform's initial state."""
-    moments = {name: optimizers[name].transform.init(tree) for name, tree in params.items()}
-    return TrainState(params, moments, loss, jnp.int32(0))
+    """A fresh state; `losses` are the loss transforms' initial states, per tree."""
+    moments = {name: _fresh(own, params[name]) for name, own in optimizers.items()}
+    return TrainState(params, moments, dict(losses), jnp.int32(0))
 
 
-def reset_optimizers(state: TrainState, optimizers: Mapping[str, Optimizer]) -> TrainState:
-    """Re-initialises moments and bias-correction counts of the trees that reset at a push.
+def after_push(state: TrainState, optimizers: Mapping[str, Optimizer]) -> TrainState:
+    """Re-initialises moments and bias-correction counts of the trees that reset at a push; the
+    policy becomes the proximal one, where there is one.
 
-    Parameters and `step` stay, so schedules are continuous (GLM-5, arXiv 2602.15763, sec. 4.1).
+    What is trained and `step` stay, so schedules are continuous (GLM-5, arXiv 2602.15763, 4.1).
     """
     moments = {
-        name: optimizers[name].transform.init(tree)
-        if optimizers[name].reset_at_push
-        else state.optimizer[name]
-        for name, tree in state.params.items()
+        name: _fresh(own, state.params[name]) if own.reset_at_push else state.optimizer[name]
+        for name, own in optimizers.items()
     }
-    return state._replace(optimizer=moments)
+    pushed = {PROXIMAL: state.params[POLICY]} if PROXIMAL in state.params else {}
+    return state._replace(optimizer=moments, params=state.params | pushed)
+
+
+def _fresh(optimizer: Optimizer, tree: Tree) -> Any:
+    return optimizer.transform.init(trained(tree, optimizer.frozen))

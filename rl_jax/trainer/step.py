@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import optax
 
 from rl_jax.arrays import Array, Tree
-from rl_jax.losses.types import Loss, Scores, Terms
+from rl_jax.losses.evaluate import evaluate
+from rl_jax.losses.types import Loss, Scores
 from rl_jax.metrics.states import Mean
 from rl_jax.model import Model
+from rl_jax.trainer.anchors import follow
 from rl_jax.trainer.batches import Batch
-from rl_jax.trainer.scores import token_logprobs
-from rl_jax.trainer.state import Optimizer, TrainState
+from rl_jax.trainer.scores import policy_scores
+from rl_jax.trainer.state import POLICY, Optimizer, TrainState, path_of, trained, whole
 
 
 class StepReport(NamedTuple):
@@ -43,72 +45,75 @@ class _Sums(NamedTuple):
     bad_column: Array
 
 
+ScoresOf = Callable[[dict[str, Tree], Batch], Scores]
+"""(params, a microbatch) -> its scores."""
+
+
 def make_train_step(
     model: Model, loss: Loss, optimizers: Mapping[str, Optimizer], *, vocab_chunk: int
 ) -> TrainStep:
-    """The pure step (state, batch) -> (state, report); jit it with the state donated.
+    """The pure step (state, batch) -> (state, report) of the policy; jit it with the state donated.
 
-    Raises ValueError at build time where the loss needs a score that no program computes.
+    ValueError when it is traced, where the loss needs the score of a tree that the state lacks; and
+    at once for more than one update per step, which only a critic gets.
     """
-    if missing := loss.transform.needs:
-        raise ValueError(
-            f"the loss needs scores {sorted(missing)} that the trainer does not compute"
-        )
+    if (updates := optimizers[POLICY].updates_per_step) != 1:
+        raise ValueError(f"the policy gets one update per step, not {updates}")
+    needs = loss.transform.needs
 
     def scores_of(params: dict[str, Tree], part: Batch) -> Scores:
-        current = token_logprobs(
-            model,
-            params["policy"],
-            part.tokens,
-            part.positions,
-            part.segment_ids,
-            part.temperature,
-            vocab_chunk=vocab_chunk,
-        )
-        given = (part.behavior, part.mask, part.advantages, part.lag)
-        return Scores(jnp.where(part.mask, current, 0.0), *map(jnp.asarray, given))
+        return policy_scores(model, params, part, needs, vocab_chunk=vocab_chunk)
+
+    return make_step(POLICY, loss, optimizers[POLICY], scores_of)
+
+
+def make_step(name: str, loss: Loss, optimizer: Optimizer, scores_of: ScoresOf) -> TrainStep:
+    """The step that trains the tree `name` and hands all others on.
+
+    An update of the policy counts in `TrainState.step` and moves its averages.
+    """
 
     def objective(
-        params: dict[str, Tree], part: Batch, stats: Any, loss_state: Any
+        own: dict[str, Tree], params: dict[str, Tree], part: Batch, stats: Any, loss_state: Any
     ) -> tuple[Array, tuple[dict[str, Mean], Array]]:
-        scores = scores_of(params, part)
-        zeros = jnp.zeros_like(scores.current)
-        terms = Terms(log_ratio=zeros, factor=zeros + 1.0, loss=zeros)
-        terms, metrics = loss.transform.apply(scores, terms, stats, loss_state)
+        scores = scores_of(params | {name: whole(own[name], params[name])}, part)
+        terms, metrics = evaluate(loss.transform, scores, stats, loss_state)
         bad = ~(jnp.isfinite(scores.current) & jnp.isfinite(terms.loss))
         bad_column = jnp.where(bad.any(axis=1), jnp.argmax(bad, axis=1), -1).astype(jnp.int32)
         return jnp.sum(part.weights * terms.loss), (metrics, bad_column)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         stats = _sum_stats(loss, lambda part: scores_of(state.params, part), batch)
-        gradient = jax.value_and_grad(objective, has_aux=True)
+        own = {name: trained(state.params[name], optimizer.frozen)}
+
+        def gradient(part: Batch) -> Any:
+            differentiated = jax.value_and_grad(objective, has_aux=True)
+            return differentiated(own, state.params, part, stats, state.loss[name])
 
         def accumulate(index: Array, sums: _Sums) -> _Sums:
-            part = _microbatch(batch, index)
-            (value, (metrics, bad)), grads = gradient(state.params, part, stats, state.loss)
+            (value, (metrics, bad)), grads = gradient(microbatch(batch, index))
             return _Sums(
                 jax.tree.map(jnp.add, sums.grads, grads),
                 sums.loss + value,
-                {name: sums.metrics[name].merge(metrics[name]) for name in metrics},
+                {metric: sums.metrics[metric].merge(metrics[metric]) for metric in metrics},
                 sums.bad_column.at[index].set(bad),
             )
 
-        sums = jax.lax.fori_loop(
-            0, batch.count, accumulate, _no_sums(gradient, state, stats, batch)
+        sums = jax.lax.fori_loop(0, batch.count, accumulate, _no_sums(gradient, batch))
+        return _update(
+            name, state, sums, loss.transform.advance(state.loss[name], stats), optimizer
         )
-        return _update(state, sums, stats, loss, optimizers)
 
     return step
 
 
-def _microbatch(batch: Batch, index: Array | int) -> Batch:
+def microbatch(batch: Batch, index: Array | int) -> Batch:
+    """Arrays [R, L] of one microbatch."""
     return Batch(*(jnp.asarray(leaf)[index] for leaf in batch[:-1]), count=batch.count)
 
 
-def _no_sums(gradient: Callable, state: TrainState, stats: Any, batch: Batch) -> _Sums:
-    (value, (metrics, bad)), grads = jax.eval_shape(
-        gradient, state.params, _microbatch(batch, 0), stats, state.loss
-    )
+def _no_sums(gradient: Callable[[Batch], Any], batch: Batch) -> _Sums:
+    (value, (metrics, bad)), grads = jax.eval_shape(gradient, microbatch(batch, 0))
     bad_column = jnp.full((batch.tokens.shape[0], *bad.shape), -1, bad.dtype)
     return _Sums(_zeros_like(grads), _zeros_like(value), _zeros_like(metrics), bad_column)
 
@@ -123,29 +128,35 @@ def _sum_stats(loss: Loss, scores_of: Callable[[Batch], Scores], batch: Batch) -
         return ()
 
     def body(index: Array, total: Any) -> Any:
-        return jax.tree.map(jnp.add, total, stats(scores_of(_microbatch(batch, index))))
+        return jax.tree.map(jnp.add, total, stats(scores_of(microbatch(batch, index))))
 
-    shapes = jax.eval_shape(lambda: stats(scores_of(_microbatch(batch, 0))))
+    shapes = jax.eval_shape(lambda: stats(scores_of(microbatch(batch, 0))))
     return jax.lax.fori_loop(0, batch.count, body, _zeros_like(shapes))
 
 
 def _update(
-    state: TrainState, sums: _Sums, stats: Any, loss: Loss, optimizers: Mapping[str, Optimizer]
+    name: str, state: TrainState, sums: _Sums, loss_state: Any, optimizer: Optimizer
 ) -> tuple[TrainState, StepReport]:
     finite = {
-        jax.tree_util.keystr(path, simple=True, separator="."): jnp.isfinite(leaf).all()
+        path_of(path): jnp.isfinite(leaf).all()
         for path, leaf in jax.tree_util.tree_leaves_with_path(sums.grads)
     }
-    params, moments = {}, {}
-    for name, optimizer in optimizers.items():
-        grads, old = sums.grads[name], state.params[name]
-        updates, moments[name] = optimizer.transform.update(grads, state.optimizer[name], old)
-        rate = optimizer.learning_rate(state.step)
-        params[name] = jax.tree.map(lambda p, u, rate=rate: p + rate * u, old, updates)
-    new = TrainState(params, moments, loss.transform.advance(state.loss, stats), state.step + 1)
+    own = trained(state.params[name], optimizer.frozen)
+    updates, moments = optimizer.transform.update(sums.grads[name], state.optimizer[name], own)
+    rate = optimizer.learning_rate(state.step)
+    moved = jax.tree.map(lambda p, u: p + rate * u, own, updates)
+    params = state.params | {name: whole(moved, state.params[name])}
+    if name == POLICY:
+        params |= follow(params, sums.metrics)
+    new = TrainState(
+        params,
+        state.optimizer | {name: moments},
+        state.loss | {name: loss_state},
+        state.step + 1 if name == POLICY else state.step,
+    )
     applied = jnp.isfinite(sums.loss) & jnp.stack(list(finite.values())).all()
     # Or XLA fuses the whole conjunction into the update of every leaf.
     applied = jax.lax.optimization_barrier(applied)
-    state = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, state)
+    state = jax.tree.map(lambda a, b: b if a is b else jnp.where(applied, a, b), new, state)
     norm = optax.tree.norm(sums.grads)
     return state, StepReport(sums.loss, norm, sums.metrics, finite, sums.bad_column)

@@ -10,16 +10,20 @@ import sys
 from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
 import numpy as np
 
 from launch import build
+from rl_jax.advantages import VALUES, Estimates, estimate
 from rl_jax.dispatch import Dispatcher
+from rl_jax.losses import recipes
 from rl_jax.sharding import make_mesh
-from rl_jax.trainer.batches import Batch, build_batch
+from rl_jax.trainer.batches import Batch, build_batch, with_advantages
 from rl_jax.trainer.placement import gather, place
+from rl_jax.trainer.state import adam
 from rl_jax.trainer.world import Taken, World, shared_take, stop_requested
 from rl_jax.trajectories.types import Group
 from tests.fakes import tiny
@@ -58,30 +62,41 @@ async def refuse(update: int) -> Taken | None:
 def built(taken: Taken) -> Batch:
     members = [member for group in taken.groups for member in group.members]
     advantage, loss = build.build_advantage(CONFIG), build.build_loss(CONFIG)
-    advantages = [a for group in taken.groups for a in advantage(group, None)]
-    return build_batch(members, advantages, loss.reduction, taken.published_version, SHAPE)[0]
+    built = build_batch(members, loss.reduction, taken.published_version, SHAPE)
+    per_group = estimate(advantage, taken.groups, [Estimates()] * len(taken.groups))
+    advantages, returns = (list(chain.from_iterable(arrays)) for arrays in per_group)
+    return with_advantages(built.batch, built.places, advantages, returns)
 
 
 async def train(world: World, out: str) -> None:
-    """Final state, every report and a batch that went there and back, by name."""
+    """Final state, every report of critic and policy, the critic's values, and a batch that went
+    there and back, by name."""
     mesh = make_mesh(jax.devices(), 2, 1)
     loss, optimizer = build.build_loss(CONFIG), build.build_optimizer(CONFIG)
-    model = tiny.model(("mla",))
-    program = build.compile_step(model, loss, optimizer, mesh, SHAPE)
+    model, critic = tiny.model(("mla",)), build.Critic(recipes.critic(), adam(1e-2))
+    program = build.compile_step(model, loss, optimizer, mesh, SHAPE, critic, frozenset({VALUES}))
+    assert program.critic is not None and program.estimate is not None
     state = program.init(tiny.random_params(model, 0, mesh))
     reports: list[Any] = []
+    values: list[Any] = []
     batch: Any = None
     mine = take if world.process_id == 0 else refuse
     with closing(Dispatcher("test")) as dispatcher:
-        while taken := await shared_take(world, mine, len(reports) + 1, deadline_s=30.0):
-            batch = place(built(taken), mesh)
+        while taken := await shared_take(world, mine, len(values) + 1, deadline_s=30.0):
+            batch = built(taken)
+            found = await dispatcher.run(program.estimate, state.params, place(batch, mesh))
+            values.append(jax.device_get(found[VALUES]))
+            # Advantages are made on the host, of what every process has whole.
+            batch = place(batch._replace(returns=batch.advantages - values[-1]), mesh)
+            state, report = await dispatcher.run(program.critic, state, batch)
+            reports.append(jax.device_get(report))
             state, report = await dispatcher.run(program.step, state, batch)
             reports.append(jax.device_get(report))
         results = {"params": state.params, "optimizer": state.optimizer, "step": state.step}
         host = await dispatcher.run(gather, results)
         back = await dispatcher.run(gather, batch) if world.size > 1 else batch
     if host is not None:
-        save(out, {"state": host, "reports": reports, "batch": back})
+        save(out, {"state": host, "reports": reports, "values": values, "batch": back})
 
 
 def save(out: str, tree: Any) -> None:

@@ -27,7 +27,11 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
             config.staleness.tau if config.staleness.when_stale == "mask" else None,
         ),
     )
-    step = once(build.compile_step, lambda model, loss, optimizer, mesh, shape: (loss, mesh, shape))
+    step = once(
+        build.compile_step,
+        lambda model, loss, optimizer, mesh, shape, *extras: (loss, mesh, shape, *extras),
+    )
+    critic = once(build.build_critic, lambda config: (config.critic,))
     audit = once(build.compile_audit, lambda model, mesh, shape: (mesh, shape))
     sampler = once(
         build.compile_sampler,
@@ -38,6 +42,7 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(build, "init_params", random_params)
     monkeypatch.setattr(build, "build_loss", loss)
+    monkeypatch.setattr(build, "build_critic", critic)
     monkeypatch.setattr(build, "compile_step", step)
     monkeypatch.setattr(build, "compile_audit", audit)
     monkeypatch.setattr(build, "compile_sampler", sampler)

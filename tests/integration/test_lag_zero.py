@@ -1,12 +1,14 @@
 """With lag 0 the asynchronous machinery is the synchronous trainer, bit for bit."""
 
 import asyncio
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from launch import build
 from launch.programs.base import rollout_limits
+from rl_jax.advantages import Estimates, estimate
 from rl_jax.config.run import RunConfig
 from rl_jax.dispatch import Dispatcher
 from rl_jax.gateway.renderer_files import load_renderer
@@ -16,7 +18,7 @@ from rl_jax.sampler.engine import Engine, Weights
 from rl_jax.sharding import param_shardings
 from rl_jax.snapshots.manifest import build_manifest
 from rl_jax.snapshots.publisher import copy_tree, reshard
-from rl_jax.trainer.batches import build_batch
+from rl_jax.trainer.batches import build_batch, with_advantages
 from rl_jax.trajectories.groups import assemble
 from rl_jax.trajectories.types import Group, RolloutKey
 from tests.fakes.chatter import family
@@ -66,10 +68,13 @@ async def synchronous(own: RunConfig, sampler: Dispatcher) -> Synchronous:
             assert group is not None
             groups.append(group)
         members = [m for g in groups for m in g.members]
-        advantages = [a for g in groups for a in build.build_advantage(own)(g, None)]
-        batch, _ = build_batch(members, advantages, loss.reduction, update - 1, shape)
+        built = build_batch(members, loss.reduction, update - 1, shape)
+        advantage = build.build_advantage(own)
+        per_group = estimate(advantage, groups, [Estimates()] * len(groups))
+        advantages, returns = (list(chain.from_iterable(arrays)) for arrays in per_group)
+        batch = with_advantages(built.batch, built.places, advantages, returns)
         state, _ = trainer.step(state, batch)
-        state = trainer.reset(state)
+        state = trainer.after_push(state)
         await engine.swap(weights(update))
         digests.append(digest())
         batches.append(groups)

@@ -62,4 +62,6 @@ def test_losses_import_only_jax_numpy_jaxtyping() -> None:
 
 
 def test_import_rl_jax_does_nothing() -> None:
-    assert modules_after("import rl_jax") - modules_after("pass") == {"rl_jax"}
+    new = modules_after("import rl_jax") - modules_after("pass")
+    assert top_levels(new) == {"rl_jax"}
+    assert {name for name in new if name.startswith("rl_jax")} == {"rl_jax"}

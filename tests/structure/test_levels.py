@@ -23,7 +23,7 @@ LEVELS = {
     "rl_jax.sharding": (1, 1),
     "rl_jax.losses": (2, 2),
     "rl_jax.advantages": (2, 2),
-    "rl_jax.trainer": (2, 4),
+    "rl_jax.trainer": (3, 4),
     "rl_jax.sampler": (2, 4),
     "rl_jax.orchestrator": (2, 4),
     "rl_jax.snapshots": (2, 3),
@@ -101,7 +101,8 @@ def test_a_fault_is_found() -> None:
 
     step, loop = made("rl_jax.trainer.step"), made("rl_jax.trainer.loop", "H")
     assert fault(step, made("rl_jax.queues.memory", "H"))
-    assert fault(step, made("rl_jax.advantages"))
+    assert fault(step, made("rl_jax.dispatch", "H"))
+    assert fault(made("rl_jax.losses.evaluate"), made("rl_jax.advantages"))
     assert fault(loop, made("rl_jax.sampler.engine", "H"))
     assert not fault(step, made("rl_jax.losses.types"))
     assert not fault(step, made("rl_jax.queues.base", "N"))

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from rl_jax.losses.types import Loss
-from rl_jax.trainer.batches import Batch, Shape, build_batch
+from rl_jax.trainer.batches import Batch, Shape, build_batch, with_advantages
 from rl_jax.trainer.state import Optimizer, TrainState, init_state
 from rl_jax.trainer.step import TrainStep, make_train_step
 from rl_jax.trajectories.types import NOT_SAMPLED, RolloutKey, Status, Trajectory
@@ -74,7 +74,9 @@ def batch_of(
         np.full(len(t.tokens), a, np.float32)
         for t, a in zip(trajectories, advantages or [1.0] * len(trajectories), strict=True)
     ]
-    return build_batch(trajectories, per_token, loss.reduction, published, shape)[0]
+    built = build_batch(trajectories, loss.reduction, published, shape)
+    nothing = [np.zeros_like(a) for a in per_token]
+    return with_advantages(built.batch, built.places, per_token, nothing)
 
 
 def descent() -> Optimizer:
@@ -84,7 +86,7 @@ def descent() -> Optimizer:
 
 def start(loss: Loss, optimizer: Optimizer, params: Any = None) -> TrainState:
     tree = table(VOCAB) if params is None else params
-    return init_state({"policy": tree}, {"policy": optimizer}, loss.transform.init())
+    return init_state({"policy": tree}, {"policy": optimizer}, {"policy": loss.transform.init()})
 
 
 @cache

@@ -12,19 +12,22 @@ import jax
 import numpy as np
 
 from launch import build
+from rl_jax.advantages import LOG_RATIOS, VALUES
 from rl_jax.arrays import Tree
 from rl_jax.config.run import RunConfig
+from rl_jax.losses import recipes
 from rl_jax.model import Model
 from rl_jax.sampler.programs import Programs, step_inputs
 from rl_jax.sampler.scheduler import Plan
 from rl_jax.sampler.step import StepInputs
 from rl_jax.sharding import make_mesh
 from rl_jax.trainer.batches import Batch, Shape
-from rl_jax.trainer.state import TrainState
+from rl_jax.trainer.state import TrainState, adam
 from tests.trainer.build import batch_of, random_trajectories
 
 VOCAB = 64
 SHAPE = Shape(microbatches=2, rows=2, row_length=128)
+ESTIMATES = frozenset({VALUES, LOG_RATIOS})
 CONFIG = RunConfig.model_validate(
     {
         "name": "sharded",
@@ -74,7 +77,8 @@ def trainer(data: int, tensor: int) -> Trainer:
     """On the first devices; version-0 parameters of seed 0."""
     mesh = make_mesh(jax.devices(), data, tensor)
     loss, optimizer = build.build_loss(CONFIG), build.build_optimizer(CONFIG)
-    program = build.compile_step(model(), loss, optimizer, mesh, SHAPE)
+    critic = build.Critic(recipes.critic(), adam(1e-2))
+    program = build.compile_step(model(), loss, optimizer, mesh, SHAPE, critic, ESTIMATES)
     return Trainer(program, build.init_params(model(), 0, mesh))
 
 
@@ -85,10 +89,11 @@ def sampler() -> Programs:
 
 
 def batch(seed: int = 0) -> Batch:
-    """Both microbatches used; ratios on both sides of the band."""
+    """Both microbatches used; ratios on both sides of the band; advantages for returns."""
     own = random_trajectories([120, 90, 64, 60, 40, 30], VOCAB, seed, spread=1.5)
     advantages = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0]
-    return batch_of(own, SHAPE, build.build_loss(CONFIG), advantages)
+    made = batch_of(own, SHAPE, build.build_loss(CONFIG), advantages)
+    return made._replace(returns=made.advantages)
 
 
 def small_batch() -> Batch:

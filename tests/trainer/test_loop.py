@@ -19,8 +19,10 @@ from rl_jax.losses.reductions import token_mean
 from rl_jax.metrics import names
 from rl_jax.metrics.states import Mean
 from rl_jax.trainer.batches import Batch, Shape, build_batch
+from rl_jax.trainer.critic import Estimate
 from rl_jax.trainer.loop import (
     Auditor,
+    Critic,
     Hooks,
     NotFinite,
     Programs,
@@ -40,8 +42,7 @@ SHAPE = Shape(microbatches=1, rows=4, row_length=128)
 
 def batch_of(groups: Sequence[Group], published: int = 0) -> Batch:
     members = [m for g in groups for m in g.members]
-    nothing = [np.zeros(len(m.tokens), np.float32) for m in members]
-    return build_batch(members, nothing, token_mean, published, SHAPE)[0]
+    return build_batch(members, token_mean, published, SHAPE).batch
 
 
 def recomputed(group: Group) -> Group:
@@ -71,6 +72,9 @@ class World:
         self.done = 0
         self.finite, self.bad_column = True, -1
         self.means: dict[str, Mean] = {}
+        self.critic: Critic | None = None
+        self.estimate: Estimate | None = None
+        self.advantage = group_mean()
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
         self.log.append("step")
@@ -112,7 +116,7 @@ class World:
 
     def run(self, save: Path = Path("unused"), shuffle_seed: int | None = None) -> TrainState:
         dispatcher = Dispatcher("test")
-        state = TrainState({"policy": 0}, 0, (), np.int32(0))
+        state = TrainState({"policy": 0}, 0, {}, np.int32(0))
         hooks = Hooks(
             self._take,
             self._on_update,
@@ -124,12 +128,12 @@ class World:
             state, self.last = asyncio.run(
                 train(
                     state,
-                    Programs(self._step, self._reset, self._audit),
+                    Programs(self._step, self._reset, self._audit, self.critic, self.estimate),
                     self.schedule,
                     hooks,
                     dispatcher,
                     done=self.done,
-                    advantage=group_mean,
+                    advantage=self.advantage,
                     reduction=token_mean,
                     shape=SHAPE,
                     auditor=self.auditor,
@@ -383,8 +387,7 @@ def test_auditor_takes_the_microbatch_with_most_of_the_tokens() -> None:
     few = trajectory(0, versions=(0,) * 120 + (1,) * 5)
     many = trajectory(1, versions=(1,) * 100)
     shape = Shape(microbatches=2, rows=1, row_length=128)
-    nothing = [np.zeros(len(m.tokens), np.float32) for m in (few, many)]
-    batch, _ = build_batch([few, many], nothing, token_mean, 1, shape)
+    batch = build_batch([few, many], token_mean, 1, shape).batch
     _, part, lag = Auditor("weights 1", 1).due(batch, 1, [few, many])
     assert int((part.mask & (part.lag == lag)).sum()) == 100
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl_jax.arrays import Array
-from rl_jax.trainer.scores import audit, chunked_logprobs, token_logprobs
+from rl_jax.trainer.scores import audit, chunked_scores, token_logprobs, token_scores
 from tests.fakes.bigram import bigram, log_softmax, logprobs, table
 
 VOCAB = 12
@@ -28,7 +28,7 @@ def oracle(hidden: np.ndarray, targets: np.ndarray, heat: np.ndarray) -> np.ndar
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 6, 12])
 def test_chunks_give_the_whole_log_softmax(chunk: int) -> None:
-    got = chunked_logprobs(MODEL, TABLE, HIDDEN, TOKENS, HEAT, chunk)
+    got = chunked_scores(MODEL, TABLE, HIDDEN, TOKENS, HEAT, chunk).logprobs
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, oracle(HIDDEN, TOKENS, HEAT), atol=2e-6)
 
@@ -38,7 +38,7 @@ def test_gradients_of_chunks(chunk: int) -> None:
     weights = np.random.default_rng(1).normal(size=TOKENS.shape).astype(np.float32)
 
     def value(hidden: Array) -> Array:
-        return jnp.sum(weights * chunked_logprobs(MODEL, TABLE, hidden, TOKENS, HEAT, chunk))
+        return jnp.sum(weights * chunked_scores(MODEL, TABLE, hidden, TOKENS, HEAT, chunk).logprobs)
 
     whole = np.exp(log_softmax(np.asarray(HIDDEN, np.float64) / HEAT[..., None]))
     want = (weights / HEAT)[..., None] * (np.eye(VOCAB)[TOKENS] - whole)
@@ -51,7 +51,7 @@ def test_extreme_logits_stay_finite(chunk: int) -> None:
     targets, heat = np.array([[11]], np.int32), np.ones((1, 1), np.float32)
 
     def value(hidden: Array) -> Array:
-        return chunked_logprobs(MODEL, TABLE, hidden, targets, heat, chunk).sum()
+        return chunked_scores(MODEL, TABLE, hidden, targets, heat, chunk).logprobs.sum()
 
     got, gradient = jax.value_and_grad(value)(hidden)
     assert float(got) == pytest.approx(-2e4 - np.log(6), rel=1e-6)
@@ -60,7 +60,7 @@ def test_extreme_logits_stay_finite(chunk: int) -> None:
 
 def test_a_chunk_must_divide_the_vocabulary() -> None:
     with pytest.raises(ValueError, match="vocab_chunk 5 does not divide 12"):
-        chunked_logprobs(MODEL, TABLE, HIDDEN, TOKENS, HEAT, 5)
+        chunked_scores(MODEL, TABLE, HIDDEN, TOKENS, HEAT, 5)
 
 
 def test_scores_stand_at_the_token_they_speak_of() -> None:
@@ -106,3 +106,61 @@ def test_audit_finds_the_largest_gap_of_fresh_tokens_only() -> None:
         MODEL, TABLE, TOKENS, POSITIONS, SEGMENTS, ones, behavior, ~fresh & False, vocab_chunk=4
     )
     assert [float(n) for n in nothing] == [0.0, 0.0]
+
+
+def entropy_of(hidden: np.ndarray, heat: np.ndarray) -> np.ndarray:
+    """float64: -sum p log p over the whole vocabulary."""
+    whole = log_softmax(np.asarray(hidden, np.float64) / heat[..., None])
+    return -(np.exp(whole) * whole).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 12])
+def test_entropy_is_that_of_the_whole_softmax(chunk: int) -> None:
+    got = chunked_scores(MODEL, TABLE, HIDDEN, TOKENS, HEAT, chunk, entropy=True)
+    assert got.entropy is not None and got.entropy.dtype == jnp.float32
+    np.testing.assert_allclose(got.entropy, entropy_of(HIDDEN, HEAT), atol=2e-6)
+    without = chunked_scores(MODEL, TABLE, HIDDEN, TOKENS, HEAT, chunk)
+    assert without.entropy is None
+    assert (got.logprobs == without.logprobs).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 12])
+def test_gradient_of_entropy(chunk: int) -> None:
+    weights = np.random.default_rng(1).normal(size=TOKENS.shape).astype(np.float32)
+
+    def value(hidden: Array) -> Array:
+        scored = chunked_scores(MODEL, TABLE, hidden, TOKENS, HEAT, chunk, entropy=True)
+        return jnp.sum(weights * scored.entropy)
+
+    whole = log_softmax(np.asarray(HIDDEN, np.float64) / HEAT[..., None])
+    # dH/dl_v = -p_v (log p_v + H), and logits are hidden / temperature.
+    slope = -np.exp(whole) * (whole + entropy_of(HIDDEN, HEAT)[..., None])
+    want = (weights / HEAT)[..., None] * slope
+    # Nats of a few, merged up to twelve times: sums of a few float32 steps of 2e-7.
+    np.testing.assert_allclose(jax.grad(value)(HIDDEN), want, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 12])
+def test_entropy_of_extreme_logits(chunk: int) -> None:
+    """A sure choice has none, a choice between twelve equals log 12, between two far chunks log 2;
+    all gradients are finite. Logits of this size are known in steps of 2e-3."""
+    sure = [1e4] + [-1e4] * 11
+    two = [1e4] + [-1e4] * 10 + [1e4]
+    hidden = jnp.asarray(np.float32([[sure, [-3e4] * 12, two]]))
+    targets, heat = np.zeros((1, 3), np.int32), np.ones((1, 3), np.float32)
+
+    def value(hidden: Array) -> tuple[Array, Array]:
+        scored = chunked_scores(MODEL, TABLE, hidden, targets, heat, chunk, entropy=True)
+        return scored.entropy.sum(), scored.entropy
+
+    (_, got), gradient = jax.value_and_grad(value, has_aux=True)(hidden)
+    np.testing.assert_allclose(got[0], [0.0, np.log(12), np.log(2)], atol=2e-3)
+    assert np.isfinite(gradient).all()
+
+
+def test_entropy_stands_at_the_token_it_is_of() -> None:
+    got = token_scores(
+        MODEL, TABLE, TOKENS, POSITIONS, SEGMENTS, HEAT, vocab_chunk=4, entropy=True
+    ).entropy
+    want = entropy_of(np.asarray(TABLE["table"])[TOKENS[:, :-1]], HEAT[:, 1:])
+    np.testing.assert_allclose(got[:, 1:], want, atol=2e-6)

@@ -32,23 +32,29 @@ class Run(NamedTuple):
     reports: list[StepReport]
     pushed: list[Tree]
     """On the sampler's mesh."""
+    estimates: list[dict[str, np.ndarray]]
+    """Ahead of each update."""
 
 
 @cache
 def run(data: int, tensor: int) -> Run:
-    """Three updates and two pushes, the optimizer reset at both."""
+    """Three updates of critic and policy and two pushes, the optimizer reset at both."""
     own = sharded.trainer(data, tensor)
     places = param_shardings(sharded.model().axes(), build.build_meshes(CONFIG).sampler)
     state = own.start()
-    states, reports, pushed = [], [], []
+    states, reports, pushed, estimates = [], [], [], []
+    assert own.program.critic is not None and own.program.estimate is not None
     for update in range(1, UPDATES + 1):
-        state, report = own.program.step(state, sharded.batch(update))
+        batch = sharded.batch(update)
+        estimates.append(jax.device_get(own.program.estimate(state.params, batch)))
+        state, _ = own.program.critic(state, batch)
+        state, report = own.program.step(state, batch)
         states.append(jax.device_get(state))
         reports.append(jax.device_get(report))
         if update in PUSHES:
             pushed.append(reshard(state.params["policy"], places))
-            state = own.program.reset(state)
-    return Run(jax.device_get(own.params), states, reports, pushed)
+            state = own.program.after_push(state)
+    return Run(jax.device_get(own.params), states, reports, pushed, estimates)
 
 
 def test_initial_parameters_are_the_same_bits_on_every_mesh() -> None:
@@ -77,16 +83,27 @@ def test_sharded_updates_are_those_of_one_device(update: int) -> None:
 
 def test_the_updates_are_real() -> None:
     one = run(1, 1)
-    before = {"policy": one.start}
-    assert distance(one.states[0].params, before) > 1e-4
+    assert distance(one.states[0].params["policy"], one.start) > 1e-4
+    # While the head is zero the trunk has no gradient: it moves from the second update on.
+    assert distance(one.states[1].params["critic"]["trunk"], one.start) > 1e-4
     masked = [m.total / m.count for m in (r.metrics[names.MASKED_SHARE] for r in one.reports)]
     assert all(0.2 < share < 0.8 for share in masked)
 
 
-def test_trainer_communicates() -> None:
-    program = sharded.trainer(2, 2).program
-    assert collectives(program.step)["all-reduce"] > 0
-    assert not collectives(sharded.trainer(1, 1).program.step)
+@pytest.mark.parametrize("update", range(UPDATES))
+def test_sharded_estimates_are_those_of_one_device(update: int) -> None:
+    one, four = run(1, 1).estimates[update], run(2, 2).estimates[update]
+    mask = sharded.batch(update + 1).mask
+    assert one.keys() == four.keys() == sharded.ESTIMATES
+    for name in one:
+        np.testing.assert_allclose(four[name], one[name], atol=1e-5)
+        assert one[name][mask].any() or (name, update) == ("values", 0), "a new critic says 0"
+
+
+@pytest.mark.parametrize("name", ["step", "critic", "estimate"])
+def test_trainer_communicates(name: str) -> None:
+    assert collectives(getattr(sharded.trainer(2, 2).program, name))["all-reduce"] > 0
+    assert not collectives(getattr(sharded.trainer(1, 1).program, name))
 
 
 @pytest.mark.parametrize("width", [1, 64])
@@ -103,10 +120,27 @@ def test_state_and_moments_stay_where_they_were_placed() -> None:
     params = jax.tree.map(lambda leaf: leaf.sharding.spec, first.params["policy"])
     cut = [spec for spec in jax.tree.leaves(params) if TENSOR in spec]
     assert len(cut) > 8
+    critic = jax.tree.map(lambda leaf: leaf.sharding.spec, first.params["critic"])
+    assert critic["trunk"] == params and not any(jax.tree.leaves(critic["head"]))
     state, _ = own.program.step(first, sharded.batch())
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
-    state = own.program.reset(state)
+    state = own.program.after_push(state)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 2)])
+def test_every_step_takes_the_state_it_is_given(size: tuple[int, int]) -> None:
+    """Donated: the old weights are gone, those that the first state was made of are not."""
+    own = sharded.trainer(*size)
+    first = own.start()
+    batch = sharded.batch()
+    assert own.program.critic is not None
+    second, _ = jax.block_until_ready(own.program.critic(first, batch))
+    third, _ = jax.block_until_ready(own.program.step(second, batch))
+    jax.block_until_ready(own.program.after_push(third))
+    for old in (first, second, third):
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.params))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(own.params))
 
 
 def test_rows_of_a_batch_are_split_over_the_data_axis() -> None:

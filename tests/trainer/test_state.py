@@ -11,7 +11,7 @@ import pytest
 from rl_jax.losses.recipes import supervised
 from rl_jax.losses.reductions import token_mean
 from rl_jax.trainer.batches import Shape
-from rl_jax.trainer.state import Optimizer, TrainState, adam, reset_optimizers
+from rl_jax.trainer.state import Optimizer, TrainState, adam, after_push
 from tests.fakes.bigram import cross_entropy_gradient, table
 from tests.trainer.build import VOCAB, batch_of, bigram_step, random_trajectories, start
 
@@ -63,7 +63,7 @@ def _trace(own: Optimizer) -> Iterator[Trace]:
         state, _ = step(state, batch_of(demonstrations, SHAPE, LOSS))
         yield Trace(before, np.asarray(state.params["policy"]["table"]), gradient, state)
         if update % PUSH_EVERY == 0:
-            state = reset_optimizers(state, {"policy": own})
+            state = after_push(state, {"policy": own})
 
 
 class HandAdam:
@@ -129,7 +129,7 @@ def bits(tree: object) -> list[bytes]:
 
 def test_a_reset_zeroes_moments_and_counts_and_nothing_else() -> None:
     own, state = optimizer(), trace(True)[1].state
-    after = reset_optimizers(state, {"policy": own})
+    after = after_push(state, {"policy": own})
     assert bits(after.params) == bits(state.params)
     assert bits(after.step) == bits(state.step)
     assert bits(after.loss) == bits(state.loss)
@@ -139,7 +139,7 @@ def test_a_reset_zeroes_moments_and_counts_and_nothing_else() -> None:
 
 def test_a_reset_that_is_switched_off_keeps_everything() -> None:
     state = trace(False)[1].state
-    after = reset_optimizers(state, {"policy": optimizer(reset_at_push=False)})
+    after = after_push(state, {"policy": optimizer(reset_at_push=False)})
     assert bits(after) == bits(state)
 
 

@@ -1,5 +1,6 @@
 """The train step against numpy: what it computes, whatever the split, and what it refuses."""
 
+import re
 from collections.abc import Sequence
 
 import jax
@@ -8,10 +9,11 @@ import pytest
 
 from rl_jax.arrays import Tree
 from rl_jax.losses.combine import chain
-from rl_jax.losses.recipes import dis, supervised
+from rl_jax.losses.recipes import dis, m2po, supervised
 from rl_jax.losses.reductions import token_mean
 from rl_jax.losses.types import Loss, stateless
-from rl_jax.trainer.batches import Batch, Shape
+from rl_jax.metrics import names
+from rl_jax.trainer.batches import Batch, Shape, empty_batch
 from rl_jax.trainer.state import Optimizer, TrainState, adam
 from rl_jax.trainer.step import StepReport, make_train_step
 from rl_jax.trajectories.types import copy_of
@@ -127,7 +129,7 @@ def test_unused_microbatches_are_not_computed() -> None:
 
 
 def test_an_empty_batch_changes_nothing_but_the_step() -> None:
-    state, report = run(batch_of([], SHAPE, DIS))
+    state, report = run(empty_batch(SHAPE))
     assert leaves(state.params) == [TABLE.tobytes()]
     assert float(report.loss) == float(report.grad_norm) == 0.0
     assert int(state.step) == 1
@@ -137,7 +139,7 @@ def test_all_tokens_out_of_band_change_nothing() -> None:
     own = [trajectory_of([1, 2, 3, 4], behavior=-30.0, sample=i) for i in range(2)]
     batch = batch_of(own, SHAPE, DIS, [1.0, -1.0])
     assert not gradient(batch).any()
-    assert numbers(run(batch)[1].metrics)["mask/above"] == 1.0
+    assert numbers(run(batch)[1].metrics)["two_sided_mask/above"] == 1.0
 
 
 @pytest.mark.parametrize("where", ["behavior", "advantages", "weights"])
@@ -175,12 +177,15 @@ def test_metrics_of_microbatches_add_up() -> None:
         [(logprobs(TABLE, t.tokens) - t.behavior_logprobs)[t.loss_mask] for t in own]
     )
     said = numbers(report.metrics)
-    assert said["ratio/log_abs"] == pytest.approx(np.abs(ratios).mean(), rel=1e-5)
-    assert said["mask/below"] == pytest.approx((ratios <= np.log1p(-0.3)).mean())
-    assert said["mask/above"] == pytest.approx((ratios >= np.log(6)).mean())
+    assert said["ratio/current_behavior/log_abs"] == pytest.approx(np.abs(ratios).mean(), rel=1e-5)
+    assert said["two_sided_mask/below"] == pytest.approx((ratios <= np.log1p(-0.3)).mean())
+    assert said["two_sided_mask/above"] == pytest.approx((ratios >= np.log(6)).mean())
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 4, 128), Shape(4, 1, 128)])
+SPLITS = [Shape(1, 8, 128), Shape(2, 4, 128), Shape(7, 1, 128)]
+
+
+@pytest.mark.parametrize("shape", SPLITS)
 def test_statistics_are_of_the_whole_batch(shape: Shape) -> None:
     own = random_trajectories(LENGTHS)
     loss = Loss(chain(running_count(), DIS.transform), token_mean)
@@ -192,19 +197,43 @@ def test_statistics_are_of_the_whole_batch(shape: Shape) -> None:
     assert [float(s) for s in jax.tree.leaves(state.loss)] == [10.0 + count]
 
 
-def test_a_score_that_nobody_computes() -> None:
+def test_what_hangs_on_statistics_is_the_same_for_every_split() -> None:
+    """M2PO drops the tokens beyond a cut that the second moment of the whole batch decides."""
+    own, loss = random_trajectories(LENGTHS, spread=1.0), m2po()
+    advantages = [1.0, -1.0, 0.5, -0.5, 2.0, -2.0]
+    results = [run(batch_of(own, shape, loss, advantages), loss) for shape in SPLITS]
+    whole, report = results[0]
+    assert 0.05 < numbers(report.metrics)[names.MASKED_SHARE] < 0.95
+    for state, other in results[1:]:
+        np.testing.assert_allclose(
+            state.params["policy"]["table"], whole.params["policy"]["table"], rtol=1e-6, atol=1e-7
+        )
+        assert numbers(other.metrics) == pytest.approx(numbers(report.metrics), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("score", "tree"), [("value", "critic"), ("proximal", "proximal"), ("teacher(b)", "teacher(b)")]
+)
+def test_a_score_whose_tree_is_not_there(score: str, tree: str) -> None:
     def unchanged(scores, terms):
         return terms, {}
 
-    greedy = Loss(stateless(unchanged, frozenset({"value", "entropy"})), token_mean)
-    with pytest.raises(ValueError, match=r"needs scores \['entropy', 'value'\]"):
-        make_train_step(bigram(VOCAB), greedy, {"policy": DESCENT}, vocab_chunk=VOCAB)
+    greedy = Loss(stateless("greedy", unchanged, [score]), token_mean)
+    said = re.escape(f"the loss needs the score {score!r}: no tree {tree!r} among policy")
+    with pytest.raises(ValueError, match=said):
+        run(batch_of(random_trajectories([5]), SHAPE, greedy), greedy)
+
+
+def test_a_policy_gets_one_update_per_step() -> None:
+    twice = DESCENT._replace(updates_per_step=2)
+    with pytest.raises(ValueError, match="the policy gets one update per step, not 2"):
+        make_train_step(bigram(VOCAB), DIS, {"policy": twice}, vocab_chunk=4)
 
 
 def test_lag_reaches_the_transforms() -> None:
     def by_lag(scores, terms):
         return terms._replace(loss=scores.lag.astype(np.float32) * scores.mask), {}
 
-    loss = Loss(stateless(by_lag), token_mean)
+    loss = Loss(stateless("by_lag", by_lag), token_mean)
     own: Sequence = [trajectory_of([1, 2], version=0), trajectory_of([1, 2], version=1, sample=1)]
     assert float(run(batch_of(own, SHAPE, loss, published=3), loss)[1].loss) == (3 + 2) / 2

@@ -340,7 +340,7 @@ def test_two_processes_make_the_bits_of_one(tmp_path: Path) -> None:
 
     async def run() -> None:
         one = await start({"role": "train", "out": str(tmp_path / "one.npz")}, devices=2)
-        async with processes("train", tmp_path / "two.npz") as both:
+        async with processes("train", tmp_path / "two.npz", deadline_s=120.0) as both:
             for code, _, errors in await asyncio.gather(*map(ended, [one, *both])):
                 assert code == 0, errors
 
@@ -349,8 +349,10 @@ def test_two_processes_make_the_bits_of_one(tmp_path: Path) -> None:
     assert set(one.files) == set(two.files)
     assert not [name for name in one.files if one[name].tobytes() != two[name].tobytes()]
     assert two["['state']['step']"] == UPDATES
-    losses = [float(two[f"['reports'][{n}].loss"]) for n in range(UPDATES)]
-    assert len(set(losses)) == UPDATES and all(losses)
+    losses = [float(two[f"['reports'][{n}].loss"]) for n in range(2 * UPDATES)]
+    assert len(set(losses)) == 2 * UPDATES and all(losses), "of critic and policy in turn"
+    values = [two[f"['values'][{n}]"].any() for n in range(UPDATES)]
+    assert values == [False, *[True] * (UPDATES - 1)], "a new critic says 0"
 
 
 def test_term_stops_every_process_at_the_same_update() -> None:
