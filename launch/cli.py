@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launch import env
-from launch.code import changed_packages, config_of, keep_code
+from launch.code import changed_packages, check_teachers, config_of, keep_code, located
 from launch.stop import Stopped
 from launch.terminal import reporter
 from rl_jax.config.base import UserError
@@ -157,7 +157,7 @@ def guarded(act: Callable[[], int]) -> int:
         print(f"rl-jax: {stopped}", file=sys.stderr)
         return stopped.status
     except KeyboardInterrupt:
-        print("rl-jax: interrupted; what the run wrote so far is kept", file=sys.stderr)
+        print("rl-jax: interrupted; what a run wrote so far is kept", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has had enough.
@@ -190,16 +190,24 @@ def leave(status: int) -> NoReturn:
 
 
 def _run(given: argparse.Namespace) -> int:
-    config = load(given.config, given.overrides)
+    config = located(load(given.config, given.overrides))
     run_dir = given.out or Path("runs") / config.name
     _check_free(run_dir)
     _prepare(config, given.roles)
+    config = _composed(config)
     _create(run_dir, config, f"# resolved from {given.config}\n{resolved(config)}")
     try:
         return _start(config, run_dir, given.roles)
-    except UserError:
-        _discard_unused(run_dir)
+    except BaseException as error:
+        if _discard_unused(run_dir) and isinstance(error, Stopped):
+            raise error.before_it_began() from None
         raise
+
+
+def _composed(config: RunConfig) -> RunConfig:
+    from launch.compose import with_defaults
+
+    return with_defaults(config)
 
 
 def _resume(given: argparse.Namespace) -> int:
@@ -211,6 +219,7 @@ def _resume(given: argparse.Namespace) -> int:
     check_resumable(given.run)
     if is_finished(given.run):
         return _finish(config, given.run)
+    check_teachers(config, given.run)
     return _start(config, given.run, given.roles)
 
 
@@ -252,6 +261,7 @@ def _finish(config: RunConfig, run_dir: Path) -> int:
 
 def _replay(given: argparse.Namespace) -> int:
     config = config_of(given.run)
+    check_teachers(config, given.run)
     _prepare(config)
 
     from launch.replay import read_recording, replay, report
@@ -290,10 +300,12 @@ def _create(run_dir: Path, config: RunConfig, config_text: str) -> None:
         ) from None
 
 
-def _discard_unused(run_dir: Path) -> None:
+def _discard_unused(run_dir: Path) -> bool:
     """Removes a run directory in which nothing ran, so its name can be used again."""
-    if {path.name for path in run_dir.iterdir()} <= NEW_RUN:
+    unused = {path.name for path in run_dir.iterdir()} <= NEW_RUN
+    if unused:
         shutil.rmtree(run_dir)
+    return unused
 
 
 def _report(given: argparse.Namespace) -> int:

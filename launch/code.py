@@ -1,32 +1,43 @@
 """[H] The code of a run: copies of the files its configuration names, and digests of the packages'.
 
 `code/` in the run's directory holds the copies and `SHA256SUMS`, which `sha256sum -c` reads;
-`code/PACKAGES` has the digests of our own packages at the start. A resumed run and a replay use the
-copies.
+`code/PACKAGES` has the digests of our own packages at the start, `code/TEACHERS` those of the
+manifests of its teachers. A resumed run and a replay use the copies.
 """
 
 import hashlib
 import shutil
 from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
 
 from rl_jax.config.base import UserError
 from rl_jax.config.load import load
-from rl_jax.config.run import RunConfig
+from rl_jax.config.run import Directories, RunConfig, file_of
 from rl_jax.replay.log import check_format
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl_jax", "models", "launch")
-SUMS, OWN = "SHA256SUMS", "PACKAGES"
+SUMS, OWN, TEACHERS = "SHA256SUMS", "PACKAGES", "TEACHERS"
+
+
+def located(config: RunConfig) -> RunConfig:
+    """The same with absolute directories of teachers: a run may be resumed from elsewhere."""
+    known = {name: str(Path(where).absolute()) for name, where in config.teachers.items()}
+    return config.model_copy(update={"teachers": Directories(known)})
 
 
 def keep_code(config: RunConfig, run_dir: Path) -> None:
     """Copies what `config` names into a new run."""
     folder = run_dir / "code"
     folder.mkdir()
-    copies = [shutil.copy2(file, folder / file.name) for file in _named(config)]
-    (folder / SUMS).write_text("".join(_sum(Path(copy), folder) for copy in copies))
+    copies = [folder / name for name in _copies(config).values()]
+    for file, copy in zip(_copies(config), copies, strict=True):
+        shutil.copy2(file, copy)
+    (folder / SUMS).write_text("".join(_sum(copy, folder) for copy in copies))
     (folder / OWN).write_text("".join(_sums_of_packages()))
+    if config.teachers:
+        (folder / TEACHERS).write_text("".join(_sums_of_teachers(config)))
 
 
 def config_of(run_dir: Path) -> RunConfig:
@@ -41,18 +52,28 @@ def config_of(run_dir: Path) -> RunConfig:
     except ValueError as error:
         raise UserError(str(error)) from None
     folder = run_dir / "code"
-    overrides = []
+    kept = set()
     for line in _lines(folder / SUMS):
         name = line.partition("  ")[2]
         if not (folder / name).is_file() or _sum(folder / name, folder) != line + "\n":
             raise UserError(f"{folder / name} is not the file the run was started with")
-        overrides.append(name)
-    config = load(run_dir / "config.toml", check_files=not overrides)
-    file, colon, attribute = config.task.name.rpartition(":")
-    if colon and Path(file).name in overrides:
-        name = f"{folder / Path(file).name}:{attribute}"
-        return config.model_copy(update={"task": config.task.model_copy(update={"name": name})})
-    return config
+        kept.add(name)
+    config = load(run_dir / "config.toml", check_files=not kept)
+    copies = {file: folder / name for file, name in _copies(config).items() if name in kept}
+    changed = {}
+    for section, name in config.imports.items():
+        if (file := file_of(name)) in copies:
+            changed[section] = f"{copies[file]}:{name.rpartition(':')[2]}"
+    return config.with_imports(changed)
+
+
+def check_teachers(config: RunConfig, run_dir: Path) -> None:
+    """UserError where a teacher is gone, or another than when the run was started."""
+    now = set(_sums_of_teachers(config))
+    for line in _lines(run_dir / "code" / TEACHERS):
+        if line + "\n" not in now:
+            where = Path(line.partition("  ")[2]).parent
+            raise UserError(f"{where} is not the teacher that {run_dir} was started with")
 
 
 def changed_packages(run_dir: Path) -> list[str]:
@@ -62,10 +83,14 @@ def changed_packages(run_dir: Path) -> list[str]:
     return sorted({line.partition("  ")[2] for line in then ^ now}) if then else []
 
 
-def _named(config: RunConfig) -> Iterator[Path]:
-    file = Path(config.task.name.rpartition(":")[0])
-    if file.suffix == ".py":
-        yield file
+def _copies(config: RunConfig) -> dict[Path, str]:
+    """The files that `config` names, each with the name of its copy."""
+    copies: dict[Path, str] = {}
+    for file in map(file_of, config.imports.values()):
+        if file is not None and file not in copies:
+            names = chain([file.name], (f"{file.stem}-{n}.py" for n in count(2)))
+            copies[file] = next(name for name in names if name not in copies.values())
+    return copies
 
 
 def _sums_of_packages() -> Iterator[str]:
@@ -74,10 +99,17 @@ def _sums_of_packages() -> Iterator[str]:
             yield _sum(path, ROOT)
 
 
-def _sum(path: Path, base: Path) -> str:
+def _sums_of_teachers(config: RunConfig) -> Iterator[str]:
+    """Of their manifests, which have the digest of every leaf."""
+    for directory in config.teachers.values():
+        if (manifest := Path(directory) / "manifest.json").is_file():
+            yield _sum(manifest)
+
+
+def _sum(path: Path, base: Path | None = None) -> str:
     """The line that sha256sum writes."""
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return f"{digest}  {path.relative_to(base).as_posix()}\n"
+    return f"{digest}  {(path.relative_to(base) if base else path).as_posix()}\n"
 
 
 def _lines(path: Path) -> list[str]:

@@ -14,16 +14,11 @@ from launch.notices import Notices
 from launch.programs.base import Parts, build_parts
 from launch.programs.orchestrator import orchestrate
 from launch.programs.sampler import LocalSampler, SamplerRecord, compile_sampler
-from launch.programs.trainer import (
-    Compiled,
-    Trainer,
-    prepare,
-)
+from launch.programs.trainer import Compiled, Trainer, Weights, prepare
 from launch.record import OrchestratorRecord, TrainerRecord, spans_of
 from launch.resume import Resumption, resumption
 from launch.stop import Stop, Stopped
 from launch.terminal import Reporter
-from rl_jax.arrays import Tree
 from rl_jax.config.run import RunConfig
 from rl_jax.dispatch import Dispatcher
 from rl_jax.metrics import names
@@ -36,8 +31,8 @@ from rl_jax.sharding import param_shardings
 class _Started(NamedTuple):
     """What takes long before the first rollout: weights and programs."""
 
-    weights: Tree | None
-    """Of version 0; None where the run goes on."""
+    weights: Weights | None
+    """None where the run goes on."""
     trainer: Compiled
     sampler: SamplerPrograms
 

@@ -15,7 +15,13 @@ class Stopped(Exception):
     def __init__(self, run_dir: Path, number: int | None) -> None:
         self.status = 128 + (number or signal.SIGTERM)
         name = signal.Signals(number).name if number else "a request"
-        super().__init__(f"stopped by {name}; go on with `rl-jax resume {run_dir}`")
+        self._by = f"stopped by {name}"
+        super().__init__(f"{self._by}; go on with `rl-jax resume {run_dir}`")
+
+    def before_it_began(self) -> "Stopped":
+        """The same of a run that had written nothing, whose directory is gone."""
+        self.args = (f"{self._by} before the run wrote anything: start it again",)
+        return self
 
 
 class Stop:

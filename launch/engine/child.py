@@ -24,13 +24,18 @@ _LIFELINE = 0
 
 @cache
 def die_with_parent() -> None:
-    """From now on the end of the parent, SIGKILL included, kills this process and its group.
-
-    To be called before anything slow is imported; a parent that is gone by then counts too. Raises
-    RuntimeError outside of an engine.
-    """
+    """`follow_parent` in a process of an engine. Raises RuntimeError outside of one."""
     if CONTROL_FD not in os.environ:
         raise RuntimeError(f"{CONTROL_FD} is not set: this program is started by an engine")
+    follow_parent()
+
+
+def follow_parent() -> None:
+    """From now on the end of the parent, SIGKILL included, kills this process and its group.
+
+    Standard input must be a pipe from the parent into which nothing is written. To be called once,
+    before anything slow is imported; a parent that is gone by then counts too.
+    """
     if hasattr(fcntl, "F_SETSIG"):
         # Linux: the kernel itself sends the signal, also where a thread never lets go of the GIL.
         fcntl.fcntl(_LIFELINE, fcntl.F_SETOWN, -os.getpgrp())

@@ -4,7 +4,7 @@ Knows nothing of any section: the words for what a key needs are read off the mo
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -24,6 +24,8 @@ class Section(BaseModel):
 
 
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+PLAIN = frozenset(_TYPE_WORDS)
+"""Types of the values that TOML has."""
 _BOUND_WORDS = {
     "ge": "at least",
     "gt": "above",
@@ -43,11 +45,14 @@ def requirement(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     if origin is Literal:
         return " or ".join(json.dumps(choice) for choice in args)
     if origin in (Union, UnionType):
-        inner = next(a for a in args if a is not NoneType)
-        return requirement(inner, metadata) + ", or leave the key out"
-    if origin is tuple:
+        inner = [requirement(a, metadata) for a in args if a is not NoneType]
+        return " or ".join(inner) + (", or leave the key out" if NoneType in args else "")
+    if origin is dict:
+        return f"a table, each value {requirement(args[1])}"
+    if origin in (tuple, list, Sequence):
         least = next((m.min_length for m in metadata if getattr(m, "min_length", None)), 0)
-        return f"a list of at least {least}, each {requirement(args[0])}"
+        some = f"a list of at least {least}" if least else "a list"
+        return f"{some}, each {requirement(args[0])}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "a table with the keys " + ", ".join(annotation.model_fields)
     bounds = [
@@ -56,16 +61,24 @@ def requirement(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         for name, words in _BOUND_WORDS.items()
         if getattr(m, name, None) is not None
     ]
-    return ", ".join([_TYPE_WORDS[annotation], *bounds])
+    return ", ".join([_TYPE_WORDS.get(annotation, "a list"), *bounds])
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key of `model`, tables included, in the order they are declared."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        if (inner := _section(field)) is not None:
             yield from keys(inner, f"{prefix}{name}.")
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a table, one that may be left out too; None for any other field."""
+    annotation = field.annotation
+    for one in get_args(annotation) if get_origin(annotation) is UnionType else (annotation,):
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            return one
+    return None
 
 
 def dotted(location: Iterable[str | int]) -> str:
@@ -100,17 +113,16 @@ def _nearest(key: str, model: type[BaseModel]) -> str:
     return f"{f'[{section}]' if section else 'the top level'} has {', '.join(siblings)}"
 
 
-def _field(location: Iterable[str | int], model: type[BaseModel]) -> FieldInfo:
-    """The field that `location` is or, for an entry of a list, is in."""
-    field = None
+def _field(location: Sequence[str | int], model: type[BaseModel]) -> tuple[FieldInfo, bool]:
+    """The field that `location` is, and whether it is an entry of that list or table instead."""
+    found: list[FieldInfo] = []
     for part in location:
         if not isinstance(part, str) or part not in model.model_fields:
             break
-        field = model.model_fields[part]
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            model = field.annotation
-    assert field is not None, "pydantic locates every error at or below a field"
-    return field
+        found.append(model.model_fields[part])
+        model = _section(found[-1]) or model
+    assert found, "pydantic locates every error at or below a field"
+    return found[-1], len(found) < len(location)
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
@@ -125,9 +137,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
     if first["type"] == "value_error":
         said = str(first.get("ctx", {}).get("error", first["msg"]))
         return key, (f"{key} = {given}: {said}" if key else said) + more
-    field = _field(first["loc"], model)
-    if get_origin(field.annotation) is tuple and isinstance(first["loc"][-1], int):
-        need = requirement(get_args(field.annotation)[0])
+    field, inside = _field(first["loc"], model)
+    if inside and get_origin(field.annotation) in (tuple, dict):
+        need = requirement(get_args(field.annotation)[get_origin(field.annotation) is dict])
     else:
         need = requirement(field.annotation, field.metadata)
     if first["type"] == "missing":

@@ -9,18 +9,23 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_jax.config.base import UserError, explain, toml_value
-from rl_jax.config.run import RunConfig
+from rl_jax.config.run import NAMING, Advantage, Loss, RunConfig, file_of
 
+_CALLS = {"loss.recipe": Loss().recipe, "advantage.name": Advantage().name}
+"""Keys that name what takes the other keys of their section, and their defaults."""
 _BARE_WORD = re.compile(r"[A-Za-z_./][\w./:-]*")
 
 
 def load(path: Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> RunConfig:
     """The configuration in `path` with each override `a.b=value` applied, later ones winning.
 
+    One that names another loss or advantage comes first, and the file's keywords of the old go.
     Raises UserError, in one line, for anything wrong with the file, an override or a value.
     """
     table = _read(path)
-    set_here = [_override(table, text) for text in overrides]
+    naming = [text for text in overrides if _key(text) in _CALLS]
+    rest = [text for text in overrides if _key(text) not in _CALLS]
+    set_here = [_override(table, text) for text in naming + rest]
     try:
         config = RunConfig.model_validate(table)
     except ValidationError as error:
@@ -29,7 +34,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, check_files: bool = True)
         source = "--set" if key.partition("[")[0] in set_here else both
         raise UserError(f"{source}: {sentence}") from None
     if check_files:
-        _check_task_file(config.task.name)
+        _check_files(config)
     return config
 
 
@@ -53,8 +58,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _override(table: dict[str, Any], text: str) -> str:
     """Puts one override into `table` and returns its key."""
-    key, equals, value = text.partition("=")
-    key = key.strip()
+    key, (_, equals, value) = _key(text), text.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
         raise UserError(f"--set {text}: needs section.key=value, as in staleness.tau=2")
     *sections, leaf = key.split(".")
@@ -62,8 +66,15 @@ def _override(table: dict[str, Any], text: str) -> str:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise UserError(f"--set {text}: {section} is a value and has no keys of its own")
-    table[leaf] = _parse(value.strip(), text)
+    parsed = _parse(value.strip(), text)
+    if key in _CALLS and parsed != table.get(leaf, _CALLS[key]):
+        table.clear()
+    table[leaf] = parsed
     return key
+
+
+def _key(text: str) -> str:
+    return text.partition("=")[0].strip()
 
 
 def _parse(value: str, text: str) -> Any:
@@ -79,10 +90,12 @@ def _parse(value: str, text: str) -> Any:
     return parsed["value"]
 
 
-def _check_task_file(name: str) -> None:
-    file = Path(name.rpartition(":")[0])
-    if file.suffix == ".py" and not file.is_file():
-        raise UserError(f"task.name = {toml_value(name)}: there is no file {file}")
+def _check_files(config: RunConfig) -> None:
+    for section, name in config.imports.items():
+        file = file_of(name)
+        if file is not None and not file.is_file():
+            key = f"{section}.{NAMING[section]}"
+            raise UserError(f"{key} = {toml_value(name)}: there is no file {file}")
 
 
 def lines(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -86,22 +86,40 @@ def test_overrides_that_are_none(file, override, said):
     assert said in refused(file, override)
 
 
-def test_task_file_must_exist(file, tmp_path):
-    assert refused(file, f"task.name={tmp_path}/mine.py:task").endswith(
-        f"there is no file {tmp_path}/mine.py"
+@pytest.mark.parametrize("key", ["task.name", "loss.recipe", "advantage.name"])
+def test_a_named_file_must_exist(file, tmp_path, key):
+    assert refused(file, f"{key}={tmp_path}/mine.py:thing") == (
+        f'{key} = "{tmp_path}/mine.py:thing": there is no file {tmp_path}/mine.py'
     )
     (tmp_path / "mine.py").touch()
-    load(file, [f"task.name={tmp_path}/mine.py:task"])
+    load(file, [f"{key}={tmp_path}/mine.py:thing"])
+
+
+def test_keywords_go_with_the_recipe_they_belong_to(file):
+    file.write_text('name = "x"\n[loss]\neps_low = 0.3\n[advantage]\nname = "gae"\nlam = 0.9\n')
+    assert load(file).loss.keywords == {"eps_low": 0.3}
+    kept = load(file, ["loss.recipe=dis", "advantage.name=gae", "loss.eps_high=2"])
+    assert kept.loss.keywords == {"eps_low": 0.3, "eps_high": 2}
+    assert kept.advantage.keywords == {"lam": 0.9}
+    # Wherever it stands, the name comes before the keywords.
+    other = load(file, ["loss.eps=0.2", "loss.recipe=ppo", "advantage.name=group_mean"])
+    assert (other.loss.recipe, other.loss.keywords) == ("ppo", {"eps": 0.2})
+    assert (other.advantage.name, other.advantage.keywords) == ("group_mean", {})
 
 
 def test_resolved_reads_back_equal(tmp_path, file):
     changes = ["warm_start.patience=0.25", "mesh.trainer.tensor=2", "loss.eps_low=1e-5"]
-    for config in (load(file), load(file, changes)):
+    changes += ["loss.kind=tv", "loss.bounds=[0.5, 5]", "loss.on=true"]
+    more = ["critic.frozen=['head.*']", "teachers.old=runs/a/snapshots/3"]
+    for config in (load(file), load(file, changes), load(file, more)):
         again = tmp_path / "again.toml"
         again.write_text(resolved(config))
         assert load(again) == config
-    assert "eps_low = 1e-05\n" in resolved(config)
-    assert "[mesh.trainer]\ndata = 1\ntensor = 2\n" in resolved(config)
+    assert "eps_low = 1e-05\n" in resolved(load(file, changes))
+    assert "[mesh.trainer]\ndata = 1\ntensor = 2\n" in resolved(load(file, changes))
+    assert '[teachers]\nold = "runs/a/snapshots/3"\n' in resolved(config)
+    assert 'frozen = ["head.*"]\n' in resolved(config)
+    assert "[critic]" not in resolved(load(file)), "no section: no critic"
 
 
 @settings(deadline=None)

@@ -39,13 +39,20 @@ def test_chunk_is_the_one_of_arrays():
     [
         ({"staleness": {"tau": 0}}, "staleness.tau = 0: needs an integer, at least 1"),
         ({"trainer": {"push_every": 0}}, "trainer.push_every = 0: needs an integer, at least 1"),
-        ({"trainer": {"group_size": 1}}, "trainer.group_size = 1: needs an integer, at least 2"),
+        ({"trainer": {"group_size": 0}}, "trainer.group_size = 0: needs an integer, at least 1"),
+        ({"critic": {"updates_per_step": 0}}, "critic.updates_per_step = 0: needs an integer, at"),
+        ({"critic": {"frozen": [3]}}, "critic.frozen[0] = 3: needs a string"),
+        ({"critic": {"lr": 1.0}}, "unknown key critic.lr; [critic] has learning_rate, updates"),
+        ({"critic": True}, "critic = true: needs a table with the keys learning_rate, updates_per"),
+        ({"teachers": {"one-two": "a/0"}}, "teachers = {...}: 'one-two': needs names of letters"),
+        ({"teachers": {"one": 3}}, "teachers.one = 3: needs a string"),
         ({"trainer": {"learning_rate": -1e-9}}, "trainer.learning_rate = -1e-09: needs"),
         ({"trainer": {"row_length": 96}}, "trainer.row_length = 96: needs"),
-        ({"loss": {"eps_low": 0.0}}, "loss.eps_low = 0.0: needs a number, above 0, below 1"),
-        ({"loss": {"eps_low": 1.0}}, "loss.eps_low = 1.0: needs a number, above 0, below 1"),
-        ({"loss": {"eps_high": 0.0}}, "loss.eps_high = 0.0: needs a number, above 0"),
-        ({"loss": {"eps_high": float("inf")}}, "loss.eps_high = inf: needs"),
+        ({"loss": {"eps_high": float("inf")}}, "loss.eps_high = inf: needs a finite number"),
+        ({"loss": {"eps_high": {"a": 1}}}, "loss.eps_high = {...}: needs a finite number"),
+        ({"loss": {"recipe": "grop"}}, 'loss.recipe = "grop": no such recipe; there is ppo, grpo,'),
+        ({"loss": {"recipe": "mine.py"}}, "and your own as path/to/file.py:name or package.module"),
+        ({"advantage": {"name": "mine"}}, 'advantage.name = "mine": no such advantage; there is g'),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature = 0.0: needs a number, above 0"),
         ({"rollout": {"top_p": 0.99}}, "rollout.top_p = 0.99: must be 1.0: training requests"),
         ({"task": {"name": "lokup"}}, 'task.name = "lokup": no such task; there is lookup, and'),
@@ -91,6 +98,8 @@ def test_refused(sections, said):
         {"staleness": {"when_stale": "pace"}},
         {"rollout": {"ahead": 0.0, "over_sample": 0.5}},
         {"loss": {"eps_low": 0.999}},
+        {"loss": {"recipe": "my/loss.py:soft", "bounds": [0.5, 5], "kind": "tv", "on": True}},
+        {"advantage": {"name": "pkg.advantages:mine", "gamma": 1}},
         {"task": {"name": "my/tasks.py:geography"}},
         {"task": {"name": "pkg.tasks:geography"}},
         {"warm_start": {"steps": 0, "patience": 1.0}},
@@ -106,6 +115,29 @@ def test_is_frozen_and_hashable():
     with pytest.raises(ValidationError):
         value.trainer.groups = 3  # pyright: ignore[reportAttributeAccessIssue] that is the test
     assert hash(value) == hash(config())
+
+
+def test_keywords_are_the_keys_beside_the_name():
+    own = config(loss={"recipe": "ppo", "eps": 0.2, "bounds": [1, [2]]}).loss
+    assert own.keywords == {"eps": 0.2, "bounds": (1, (2,))}
+    assert config().loss.keywords == {}
+
+
+def test_other_imports_keep_the_keywords():
+    own = config(loss={"recipe": "a.py:f", "eps": 0.2}, task={"name": "b.py:g"})
+    assert own.imports == {"task": "b.py:g", "loss": "a.py:f", "advantage": "standardised"}
+    other = own.with_imports({"loss": "code/a.py:f"})
+    assert other.imports == own.imports | {"loss": "code/a.py:f"}
+    assert other.loss.keywords == {"eps": 0.2}
+    assert other.task == own.task
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("a/b.py:f", Path("a/b.py")), ("a.b:f", None), ("grpo", None), ("py:f", None)],
+)
+def test_file_of(name, file):
+    assert run.file_of(name) == file
 
 
 def test_devices():

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -58,8 +59,11 @@ def mistake(capsys, root: Path, *argv: str) -> str:
         ("trainer.reset_at_push=1", "trainer.reset_at_push = 1: needs true or false"),
         ("staleness.tau=0", "staleness.tau = 0: needs an integer, at least 1"),
         ("trainer.push_every=0", "trainer.push_every = 0: needs an integer, at least 1"),
-        ("loss.eps_low=1.5", "loss.eps_low = 1.5: needs a number, above 0, below 1"),
-        ("loss.eps_high=-1", "loss.eps_high = -1: needs a number, above 0"),
+        ("loss.eps_low=1.5", 'loss.recipe = "dis": two_sided_mask: eps_low must lie in (0, 1)'),
+        ("loss.eps_high=-1", 'loss.recipe = "dis": two_sided_mask: eps_high must be positive'),
+        ("loss.eps_high=wide", 'loss.eps_high = "wide": needs a number'),
+        ("loss.eps=0.2", 'unknown key loss.eps: "dis" takes eps_low, eps_high'),
+        ("advantage.lam=0.2", 'unknown key advantage.lam: "standardised" takes epsilon'),
         ("task.name=chess", 'task.name = "chess": no such task; there is lookup'),
         ("rollout.top_p=0.9", "rollout.top_p = 0.9: must be 1.0: training requests"),
         ("mesh.sampler.data=8", "mesh.sampler needs 8 devices (data 8 x tensor 1) besides the 1"),
@@ -151,18 +155,40 @@ def test_interrupted(here, capsys, local):
 
     local.run_local = interrupt
     assert cli.main(["run", "c.toml"]) == 130
-    assert capsys.readouterr().err == "rl-jax: interrupted; what the run wrote so far is kept\n"
+    assert capsys.readouterr().err == "rl-jax: interrupted; what a run wrote so far is kept\n"
 
 
 def test_stopped(here, capsys, local):
     def stop(config, run_dir, reporter, *, began):
         raise Stopped(run_dir, signal.SIGTERM)
 
+    def later(config, run_dir, reporter, *, began):
+        (run_dir / "metrics.jsonl").touch()
+        stop(config, run_dir, reporter, began=began)
+
     local.run_local = stop
+    assert cli.main(["run", "c.toml"]) == 143
+    assert capsys.readouterr().err == (
+        "rl-jax: stopped by SIGTERM before the run wrote anything: start it again\n"
+    )
+    local.run_local = later
     assert cli.main(["run", "c.toml"]) == 143
     assert capsys.readouterr().err == (
         "rl-jax: stopped by SIGTERM; go on with `rl-jax resume runs/small`\n"
     )
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuntimeError("out of memory"), Stopped(Path("x"), None)]
+)
+def test_whatever_ends_a_run_that_wrote_nothing_frees_its_name(here, local, error):
+    def fail(config, run_dir, reporter, *, began):
+        raise error
+
+    local.run_local = fail
+    with suppress(RuntimeError):
+        cli.main(["run", "c.toml"])
+    assert not Path("runs/small").exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])

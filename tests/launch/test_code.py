@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import build, code
-from launch.code import changed_packages, config_of, keep_code
+from launch import code, compose
+from launch.code import changed_packages, check_teachers, config_of, keep_code, located
 from rl_jax.config.base import UserError
 from rl_jax.config.load import load, resolved
 from rl_jax.config.run import RunConfig
@@ -34,7 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def called(config: RunConfig) -> object:
-    return build.imported(config.task.name, "task.name")()
+    return compose.imported(config.task.name, "task.name")()
 
 
 def test_the_copy_is_used_where_the_file_is_changed_or_gone(run: Path) -> None:
@@ -87,6 +87,96 @@ def test_changed_files_of_our_packages_are_named(
     assert changed_packages(run) == ["launch/new.py", "models/layers/mla.py", "rl_jax/rng.py"]
 
 
+def test_a_teacher_stays_where_and_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    manifest = tmp_path / "old" / "3" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    teachers = {"a": "old/3", "not_there": "none/0"}
+    config = located(RunConfig.model_validate({"name": "small", "teachers": teachers}))
+    assert config.teachers["a"] == str(manifest.parent)
+    assert load(written(config, tmp_path)) == config
+    (tmp_path / "run").mkdir()
+    keep_code(config, tmp_path / "run")
+    monkeypatch.chdir(manifest.parent)
+    check_teachers(config, tmp_path / "run")
+    manifest.write_text("{ }")
+    with pytest.raises(UserError, match=r"old/3 is not the teacher that .*/run was started with"):
+        check_teachers(config, tmp_path / "run")
+    manifest.unlink()
+    with pytest.raises(UserError, match=r"old/3 is not the teacher"):
+        check_teachers(config, tmp_path / "run")
+
+
+def written(config: RunConfig, folder: Path) -> Path:
+    file = folder / "resolved.toml"
+    file.write_text(resolved(config))
+    return file
+
+
 def test_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is no run: it has no config\.toml"):
         config_of(tmp_path)
+
+
+OWN = """
+from rl_jax.losses.combine import chain
+from rl_jax.losses.objectives import policy_gradient
+from rl_jax.losses.reductions import token_mean
+from rl_jax.losses.types import Loss
+
+def own(scale: float = {scale}):
+    return Loss(chain(policy_gradient()), token_mean)
+"""
+
+
+def kept_with(tmp_path: Path, text: str) -> Path:
+    Path("c.toml").write_text(f'name = "small"\n{text}')
+    config = load(Path("c.toml"))
+    run = tmp_path / "of-own"
+    run.mkdir()
+    (run / "config.toml").write_text(resolved(compose.with_defaults(config)))
+    keep_code(config, run)
+    write_format(run)
+    return run
+
+
+def test_loss_and_advantage_in_one_file_are_kept_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    adds = "\nfrom rl_jax.advantages import group_mean as ours\n\ndef mean():\n    return ours()\n"
+    Path("own.py").write_text(OWN.format(scale=0.5) + adds)
+    named = '[loss]\nrecipe = "own.py:own"\n[advantage]\nname = "own.py:mean"\n'
+    run = kept_with(tmp_path, named)
+    assert sorted(p.name for p in (run / "code").iterdir()) == ["PACKAGES", "SHA256SUMS", "own.py"]
+    # The original changes, in its code and in its default: the run has its own of both.
+    Path("own.py").write_text(OWN.format(scale=9.0) + "raise RuntimeError")
+    config = config_of(run)
+    assert config.imports == {
+        "task": "lookup",
+        "loss": f"{run}/code/own.py:own",
+        "advantage": f"{run}/code/own.py:mean",
+    }
+    assert config.loss.keywords == {"scale": 0.5}
+    compose.build_loss(config), compose.build_advantage(config)
+    (run / "code" / "own.py").write_text(OWN.format(scale=9.0))
+    with pytest.raises(UserError, match=r"code/own\.py is not the file the run was started with"):
+        config_of(run)
+
+
+def test_files_of_one_name_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+    Path("a/mine.py").write_text(TASK)
+    Path("b/mine.py").write_text(OWN.format(scale=0.5))
+    named = '[task]\nname = "a/mine.py:family"\n[loss]\nrecipe = "b/mine.py:own"\n'
+    run = kept_with(tmp_path, named)
+    config = config_of(run)
+    assert config.imports["task"] == f"{run}/code/mine.py:family"
+    assert config.imports["loss"] == f"{run}/code/mine-2.py:own"
+    assert called(config) == "the task as it was"
+    compose.build_loss(config)

@@ -107,7 +107,7 @@ def test_page_of_a_finished_run(run_dir: Path, made: MadeRun) -> None:
     whys = page.words("strong")
     assert "dropped at the queue" in whys and "held out, solved" in whys
     assert len(whys) == len(set(whys)) >= 12
-    assert any("eps_low" in block for block in page.words("pre"))
+    assert any('recipe = "dis"' in block for block in page.words("pre"))
 
 
 def test_versions_table_has_times_from_the_trace(run_dir: Path) -> None:
