@@ -96,6 +96,8 @@ class SnapshotStore:
             if code is None:
                 raise
             raise OSError(code, f"{path} cannot be written ({os.strerror(code)})") from error
+        # It says where on this machine the run lies, and nobody reads it.
+        (path / WEIGHTS / "commit_success.txt").unlink(missing_ok=True)
         (path / MANIFEST).write_text(to_json(manifest))
         # A disk serves many fsyncs at once in the time of a few.
         with ThreadPoolExecutor(8) as pool:

@@ -345,3 +345,14 @@ def test_a_relative_directory_does(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     own = SnapshotStore(Path("runs") / "a" / "snapshots")
     publish(own, 0, params())
     assert same(own.load(0, abstract(params())), params())
+
+
+def test_nothing_written_says_where_it_lies(tmp_path: Path) -> None:
+    tree, store = params(), SnapshotStore(tmp_path / "here")
+    manifest = build_manifest(tree, 0, 0, "")
+    store.write(manifest, tree)
+    store.commit(manifest)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if str(tmp_path).encode() in path.read_bytes()]
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    assert same(SnapshotStore(tmp_path / "there").load(0, abstract(tree)), tree)
