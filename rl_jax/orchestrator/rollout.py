@@ -96,6 +96,9 @@ async def _converse(
                 async with asyncio.timeout(limits.tool_deadline_s):
                     reward = await episode.score(messages)
                 return session.trajectory(Status.COMPLETED, reward, turns=turn)
+            if turn == limits.max_turns:
+                # Nobody would read the answers, and the context may have no room for them.
+                break
             new = [await _answer(episode, ToolCall(**call), limits) for call in calls]
         except (TaskError, TimeoutError) as error:
             what = calls[-1]["name"] if calls else "verifier"

@@ -94,6 +94,12 @@ def test_the_turn_limit_truncates() -> None:
     assert task.closed == [KEY]
 
 
+def test_after_the_last_turn_nothing_follows_what_was_sampled() -> None:
+    """A last answer that nobody reads could exceed the context, and so a row of the trainer."""
+    got, _ = outcome(FakeTask(), CALL, CALL, CALL, ANSWER)
+    assert got.tokens[-len(CALL) :].tolist() == list(CALL) and got.loss_mask[-1]
+
+
 def test_the_token_limit_truncates() -> None:
     got, _ = outcome(FakeTask(), CALL, ids(" near KBP"))
     assert ended(got) == (Status.TRUNCATED, 0.0, "token limit", 2)
