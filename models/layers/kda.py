@@ -81,7 +81,7 @@ class KimiDeltaAttention(nnx.Module):
     def forward(self, x: Float[Array, "R L D"], rows: Rows) -> Float[Array, "R L D"]:
         mixed = conv.short_conv(self._project(x), self.conv[...], segments=rows.segments)
         operands = self._operands(x, mixed, rows.segments >= 0)
-        out, _ = kda.chunked(*operands, reset=rows.reset)
+        out, _ = kda.chunked(*operands, reset=rows.reset, lower_bound=self.lower_bound)
         return self._finish(x, out)
 
     def extend(
@@ -91,8 +91,10 @@ class KimiDeltaAttention(nnx.Module):
         inputs, before = self._project(x), _from_tail(tail)
         mixed = conv.short_conv(inputs, self.conv[...], before)
         operands = self._operands(x, mixed, step.valid(x.shape[1]))
-        run = kda.recurrent if x.shape[1] <= kda.SHORT else kda.chunked
-        out, state = run(*operands, state)
+        if x.shape[1] <= kda.SHORT:
+            out, state = kda.recurrent(*operands, state)
+        else:
+            out, state = kda.chunked(*operands, state, lower_bound=self.lower_bound)
         tail = _to_tail(conv.next_tail(inputs, before, step.n_valid))
         pool = step.io.write_state(pool, step.pages, layer, step.n_valid, state, tail)
         return self._finish(x, out), pool
