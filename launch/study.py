@@ -2,9 +2,7 @@
 makes of them. For notebooks; nothing is written.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ from launch import build, compose
 from launch.code import config_of
 from launch.finish import decoder
 from launch.replay import read_recording
-from rl_jax.advantages import Advantage, Estimates, estimate
+from rl_jax.advantages import LOG_RATIOS, Advantage
 from rl_jax.arrays import AnyArray, Array, Tree
 from rl_jax.config.base import UserError
 from rl_jax.gateway.renderer_files import load_renderer
@@ -28,7 +26,15 @@ from rl_jax.replay.events import GroupId, group_id
 from rl_jax.replay.trajectory_log import read_groups
 from rl_jax.sharding import make_mesh
 from rl_jax.snapshots.store import SnapshotStore
-from rl_jax.trainer.batches import Batch, build_batch, cut, with_advantages
+from rl_jax.trainer.batches import (
+    Batch,
+    advantaged,
+    build_batch,
+    cut,
+    host_microbatch,
+    per_group,
+    reduce,
+)
 from rl_jax.trainer.scores import Scored, scores_of_batch, token_scores
 from rl_jax.trajectories.types import Group, Trajectory
 
@@ -52,7 +58,7 @@ class ScoredBatch(NamedTuple):
         """float32[rows, tokens]: what the loss's reduction weighs each token with."""
         segments = np.asarray(self.scores.segments)
         whole = np.zeros(segments.shape, np.float32)
-        for number, own in enumerate(loss.reduction(self.trajectories)):
+        for number, own in enumerate(reduce(loss.reduction, self.trajectories)):
             whole[segments == number] = own
         return whole
 
@@ -138,10 +144,10 @@ class Study:
         scored = {v: self._scored(v, built.batch) for v in {current, proximal, 0}}
         logprobs, entropy = scored[current]
         moved = np.where(built.batch.mask, logprobs - built.batch.behavior, 0.0)
-        known = _estimates(groups, cut(moved, built.places, members))
-        told = estimate(advantage or compose.build_advantage(self.config), groups, known)
-        advantages, returns = (list(chain.from_iterable(arrays)) for arrays in told)
-        parts = _parts(with_advantages(built.batch, built.places, advantages, returns))
+        # What an advantage may ask for; a record has no critic.
+        known = per_group(groups, {LOG_RATIOS: cut(moved, built.places, members)})
+        chosen = advantage or compose.build_advantage(self.config)
+        parts = _parts(advantaged(built, chosen, groups, known))
         others = {PROXIMAL: scored[proximal][0], REFERENCE: scored[0][0], ENTROPY: entropy}
         each = []
         for i, part in enumerate(parts):
@@ -204,15 +210,7 @@ class Study:
 
 def _parts(batch: Batch) -> tuple[Batch, ...]:
     """The microbatches that are used."""
-    return tuple(
-        Batch(*(leaf[i] for leaf in batch[:-1]), count=batch.count) for i in range(int(batch.count))
-    )
-
-
-def _estimates(groups: Sequence[Group], log_ratios: Sequence[np.ndarray]) -> list[Estimates]:
-    """What an advantage may ask for, group by group; a record has no critic."""
-    own = iter(log_ratios)
-    return [Estimates(log_ratios=tuple(islice(own, len(group.members)))) for group in groups]
+    return tuple(host_microbatch(batch, i) for i in range(int(batch.count)))
 
 
 def open_run(path: str | Path) -> Study:

@@ -1,15 +1,17 @@
 """[N] From groups to the arrays of an optimizer step: packed rows, microbatches of fixed shape."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 
+from rl_jax.advantages import Advantage, Estimates, estimate
 from rl_jax.arrays import CHUNK, AnyArray, round_up
 from rl_jax.losses.types import Reduction, task_id
 from rl_jax.masking import PADDING
 from rl_jax.trajectories.packing import Place, pack
-from rl_jax.trajectories.types import NOT_SAMPLED, Trajectory
+from rl_jax.trajectories.types import NOT_SAMPLED, Group, Trajectory
 
 
 class Batch(NamedTuple):
@@ -116,6 +118,26 @@ def reduce(reduction: Reduction, trajectories: Sequence[Trajectory]) -> list[np.
     return weights
 
 
+def per_group(
+    groups: Sequence[Group], found: Mapping[str, Sequence[np.ndarray]]
+) -> list[Estimates]:
+    """What was `found` for all members in order, by the estimate's name, group by group."""
+    own = {name: iter(arrays) for name, arrays in found.items()}
+    return [
+        Estimates(**{name: tuple(islice(left, len(group.members))) for name, left in own.items()})
+        for group in groups
+    ]
+
+
+def advantaged(
+    built: Built, advantage: Advantage, groups: Sequence[Group], estimates: Sequence[Estimates]
+) -> Batch:
+    """The batch of all members of `groups`, in order, with their advantages and returns."""
+    told = estimate(advantage, groups, estimates)
+    advantages, returns = (list(chain.from_iterable(arrays)) for arrays in told)
+    return with_advantages(built.batch, built.places, advantages, returns)
+
+
 def with_advantages(
     batch: Batch,
     places: Sequence[Place],
@@ -146,6 +168,11 @@ def cut(
         array[_where(place, len(trajectory.tokens), shape)]
         for place, trajectory in zip(places, trajectories, strict=True)
     ]
+
+
+def host_microbatch(batch: Batch, index: int) -> Batch:
+    """One microbatch [R, L] of a batch, as views of it."""
+    return Batch(*(leaf[index] for leaf in batch[:-1]), count=batch.count)
 
 
 def locate(batch: Batch, microbatch: int, row: int, column: int) -> int:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ import jax
 import numpy as np
 
 from rl_jax import rng
-from rl_jax.advantages import Advantage, Estimates, estimate
+from rl_jax.advantages import Advantage, Estimates
 from rl_jax.arrays import Tree
 from rl_jax.dispatch import Dispatcher
 from rl_jax.losses.ratios import ess_share
@@ -31,12 +30,14 @@ from rl_jax.trainer.batches import (
     Batch,
     Built,
     Shape,
+    advantaged,
     build_batch,
     cut,
+    host_microbatch,
     locate,
+    per_group,
     reduce,
     spread,
-    with_advantages,
 )
 from rl_jax.trainer.critic import Estimate, explained_variance
 from rl_jax.trainer.state import TrainState
@@ -141,7 +142,7 @@ class Auditor:
             if not counts.any():
                 continue
             index = int(counts.argmax())
-            part = Batch(*(leaf[index] for leaf in batch[:-1]), count=batch.count)
+            part = host_microbatch(batch, index)
             fresh = own[index] & _of_one_version(part, members)
             if fresh.any():
                 weights = self._held.pop(version)
@@ -191,7 +192,7 @@ async def train(
         try:
             async with asyncio.timeout(schedule.step_timeout_s):
                 estimates = await _estimates(programs, dispatcher, state, built, rewarded)
-                work = partial(_with_advantages, built, advantage, rewarded, estimates)
+                work = partial(advantaged, built, advantage, rewarded, estimates)
                 batch = await asyncio.to_thread(work)
                 audited = auditor.due(batch, published, members) if auditor else None
                 more = await dispatcher.run(_audit, programs, audited) if audited else {}
@@ -254,11 +255,8 @@ async def _estimates(
         return [Estimates() for _ in groups]
     found = await dispatcher.run(_estimate, programs.estimate, state, built.batch)
     members = [member for group in groups for member in group.members]
-    cuts = {name: iter(cut(array, built.places, members)) for name, array in found.items()}
-    return [
-        Estimates(**{name: tuple(islice(own, len(group.members))) for name, own in cuts.items()})
-        for group in groups
-    ]
+    cuts = {name: cut(array, built.places, members) for name, array in found.items()}
+    return per_group(groups, cuts)
 
 
 async def _train_critic(
@@ -276,14 +274,6 @@ async def _train_critic(
         check(report)
         told = told or _critic_metrics(report)
     return state, told
-
-
-def _with_advantages(
-    built: Built, advantage: Advantage, groups: Sequence[Group], estimates: Sequence[Estimates]
-) -> Batch:
-    per_group = estimate(advantage, groups, estimates)
-    advantages, returns = (list(chain.from_iterable(arrays)) for arrays in per_group)
-    return with_advantages(built.batch, built.places, advantages, returns)
 
 
 def _of_critic(batch: Batch, built: Built, critic: Critic, members: Sequence[Trajectory]) -> Batch:
