@@ -1,7 +1,7 @@
 """[P] What a program knows of a model: pure functions over a parameter pytree.
 
 `rl_jax` never imports `models`; programs receive a `Model`. A cache is described by `CacheSpec` and
-touched only through the four functions of `CacheIO`, so a model does not know what a page is.
+touched only through the functions of `CacheIO`, so a model does not know what a page is.
 """
 
 from collections.abc import Callable
@@ -40,20 +40,28 @@ class CacheIO(NamedTuple):
     """The only way to the pool. `pages` is the opaque page table of the R requests.
 
     Layers are numbered within their kind: `layer` 0 is the first entry of `CacheSpec.tokens`
-    (`read_tokens`, `write_tokens`) or of `CacheSpec.states` (`read_state`, `write_state`).
+    (`write_tokens`, `attend`) or of `CacheSpec.states` (the others). Rows with n_valid 0 keep what
+    they had. What is read for a request at position 0 is garbage that the caller replaces by zeros
+    with `where`.
     """
 
-    read_tokens: Callable[[Array, Any, int], Array]
-    """(pool, pages, layer) -> float32[R, S, width], S = the longest context; rows past what was
-    written hold garbage that the caller masks."""
     write_tokens: Callable[[Array, Any, int, Array, Array, Array], Array]
     """(pool, pages, layer, positions[R], n_valid[R], values[R, n, width]) -> pool."""
-    read_state: Callable[[Array, Any, int], tuple[Array, Array]]
-    """(pool, pages, layer) -> (state[R, H, K, V], tail[R, H, taps, channels]); garbage for a
-    request at position 0, which the caller replaces by zeros with `where`."""
-    write_state: Callable[[Array, Any, int, Array, Array, Array], Array]
-    """(pool, pages, layer, n_valid[R], state[R, H, K, V], tail[R, H, taps, channels]) -> pool;
-    rows with n_valid 0 keep what they had."""
+    attend: Callable[[Array, Any, int, Array, Array, Array, int, float], Array]
+    """(pool, pages, layer, q[R, n, H, width], positions[R], n_valid[R], value_width, scale) ->
+    out[R, n, H, value_width]: causal attention of n tokens that are written to all up to them."""
+    advance: Callable[[Array, Any, int, Array, Array, tuple[Array, ...]], tuple[Array, Array]]
+    """(pool, pages, layer, positions[R], n_valid[R], (q, k, v, g, beta)[R, n, H, ..]) ->
+    (out[R, n, H, V], pool): at most 16 tokens one after the other from the states that are kept;
+    from zeros for a request at position 0."""
+    read_state: Callable[[Array, Any, int], Array]
+    """(pool, pages, layer) -> state[R, H, K, V]."""
+    write_state: Callable[[Array, Any, int, Array, Array], Array]
+    """(pool, pages, layer, n_valid[R], state[R, H, K, V]) -> pool."""
+    read_tail: Callable[[Array, Any, int], Array]
+    """(pool, pages, layer) -> tail[R, H, taps, channels]."""
+    write_tail: Callable[[Array, Any, int, Array, Array], Array]
+    """(pool, pages, layer, n_valid[R], tail[R, H, taps, channels]) -> pool."""
 
 
 class Model(NamedTuple):

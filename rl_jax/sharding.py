@@ -1,12 +1,12 @@
 """[P] From logical axes to shardings: one table of rules per mesh."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rl_jax.arrays import Tree
+from rl_jax.arrays import Array, Tree
 
 DATA, TENSOR = "data", "tensor"
 """Mesh axes of both programs."""
@@ -47,3 +47,34 @@ def param_shardings(axes: Tree, mesh: Mesh, rules: Mapping[str, str | None] = RU
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of small things that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def on_each_device(
+    function: Callable[..., tuple[Array, ...]],
+    operands: Mapping[str, PartitionSpec],
+    results: Sequence[PartitionSpec],
+) -> Callable[..., tuple[Array, ...]]:
+    """`function` on each device's own part, where XLA cannot cut what is inside (a kernel).
+
+    `operands` names the arguments, in order. The mesh is that of `jax.set_mesh`; without one, or
+    inside another `shard_map`, `function` is called as it is. Axes of a mesh that `operands` do not
+    name hold the whole. ValueError where an axis of an operand does not divide over the mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return function
+    cut = jax.shard_map(
+        function, in_specs=tuple(operands.values()), out_specs=tuple(results), check_vma=False
+    )
+
+    def run(*given: Array) -> tuple[Array, ...]:
+        for (name, spec), x in zip(operands.items(), given, strict=True):
+            for size, axis in zip(x.shape, spec, strict=False):
+                if axis and size % mesh.shape[axis]:
+                    raise ValueError(
+                        f"{name}: {size} of shape {x.shape} must be a multiple of the mesh's "
+                        f"{axis} = {mesh.shape[axis]}"
+                    )
+        return cut(*given)
+
+    return run

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rl_jax.arrays import CHUNK
-from rl_jax.sampler.layout import NULL_PAGE, Layout, Pages
+from rl_jax.kernels.pages import NULL_PAGE
+from rl_jax.sampler.layout import Layout, Pages
 
 
 class PageRow(NamedTuple):

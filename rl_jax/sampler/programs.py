@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax.arrays import Array, Tree
 from rl_jax.model import Model
-from rl_jax.sampler.layout import Layout, cache_io, clear_pages, make_pool, pool_sharding
+from rl_jax.sampler.cache import cache_io
+from rl_jax.sampler.layout import Layout, clear_pages, make_pool, pool_sharding
 from rl_jax.sampler.page_table import table_of
 from rl_jax.sampler.sampling import Sampled
 from rl_jax.sampler.scheduler import Plan, Shapes
@@ -37,9 +38,7 @@ def compile_programs(
 ) -> Programs:
     """`params` may be abstract: `jax.ShapeDtypeStruct`s with the sampler's shardings."""
     pool = pool_sharding(mesh)
-    abstract_pool = jax.ShapeDtypeStruct(
-        (layout.data, layout.tensor, layout.pages, layout.words), jnp.uint32, sharding=pool
-    )
+    abstract_pool = jax.ShapeDtypeStruct(layout.shape, jnp.uint32, sharding=pool)
     rows = NamedSharding(mesh, PartitionSpec(DATA))
     step = jax.jit(
         make_sample_step(model, cache_io(layout, mesh), seed),
@@ -53,7 +52,8 @@ def compile_programs(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows),
             step_inputs(Plan(width, [None] * count, [0] * count), layout),
         )
-        return step.lower(params, abstract_pool, inputs).compile()
+        with jax.set_mesh(mesh):
+            return step.lower(params, abstract_pool, inputs).compile()
 
     whole = replicated(mesh)
     clear = jax.jit(clear_pages, donate_argnums=0, out_shardings=pool).lower(

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from rl_jax.arrays import CHUNK, Array, Tree
+from rl_jax.kernels.kda.recurrent import recurrent
+from rl_jax.kernels.mla import api as mla
 from rl_jax.model import CacheIO, CacheSpec
 
 
@@ -35,19 +37,44 @@ def _write_tokens(pool, pages, layer, positions, n_valid, values):
     return _replace(pool, "tokens", layer, kept.at[pages].set(rows))
 
 
-def _write_state(pool, pages, layer, n_valid, state, tail):
-    for kind, value in (("state", state), ("tail", tail)):
+def _attend(pool, pages, layer, q, positions, n_valid, value_width, scale):
+    """As pages that lie one after the other, each request's in its row."""
+    kept = pool["tokens"][layer][pages]
+    bits = jax.lax.bitcast_convert_type(kept.reshape(-1, kept.shape[-1] * CHUNK // 128, 128), "u4")
+    bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % 8), (0, 0)))
+    table = jnp.arange(len(bits)).reshape(len(kept), -1)
+    shape = {"value_width": value_width, "scale": scale}
+    return mla.attend_pages(q, bits, table, positions, n_valid, **shape)
+
+
+def _advance(pool, pages, layer, positions, n_valid, operands):
+    state = _read("state")(pool, pages, layer)
+    state = jnp.where((positions > 0)[:, None, None, None], state, 0.0)
+    out, state = recurrent(*operands, state)
+    return out, _write("state")(pool, pages, layer, n_valid, state)
+
+
+def _read(kind):
+    return lambda pool, pages, layer: pool[kind][layer][pages]
+
+
+def _write(kind):
+    def write(pool, pages, layer, n_valid, value):
         kept = pool[kind][layer]
         busy = (n_valid > 0).reshape(-1, *(1,) * (value.ndim - 1))
         rows = jnp.where(busy, value, kept[pages])
-        pool = _replace(pool, kind, layer, kept.at[pages].set(rows))
-    return pool
+        return _replace(pool, kind, layer, kept.at[pages].set(rows))
+
+    return write
 
 
 DENSE = CacheIO(
-    read_tokens=lambda pool, pages, layer: pool["tokens"][layer][pages],
     write_tokens=_write_tokens,
-    read_state=lambda pool, pages, layer: (pool["state"][layer][pages], pool["tail"][layer][pages]),
-    write_state=_write_state,
+    attend=_attend,
+    advance=_advance,
+    read_state=_read("state"),
+    write_state=_write("state"),
+    read_tail=_read("tail"),
+    write_tail=_write("tail"),
 )
 """`pages` is int32[R]: the row of the pool that belongs to each request."""

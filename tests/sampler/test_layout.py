@@ -7,14 +7,15 @@ import jax
 import numpy as np
 import pytest
 
+from rl_jax.kernels.kda.recurrent import recurrent
+from rl_jax.kernels.pages import NULL_PAGE
 from rl_jax.model import CacheIO, CacheSpec, StateCache, TokenCache
+from rl_jax.sampler.cache import cache_io
 from rl_jax.sampler.layout import (
-    NULL_PAGE,
     Layout,
     Pages,
-    cache_io,
     clear_pages,
-    head_words,
+    head_lines,
     make_layout,
     make_pool,
     pool_sharding,
@@ -22,9 +23,9 @@ from rl_jax.sampler.layout import (
 from rl_jax.sampler.page_table import PageRow, PageTable, table_of
 from tests.fakes import tiny
 
-# Heads of 16 * 16 + 3 * 48 = 400 words and of 4 * 6 + 2 * 8 = 40 words.
+# Heads of 2 + 2 lines (16 * 16 and 3 * 48 words) and of 1 + 1 (4 * 6 and 2 * 8): 8 lines each.
 SPEC = CacheSpec(
-    (TokenCache(6), TokenCache(10)),
+    (TokenCache(6), TokenCache(40)),
     (StateCache(4, (16, 16), (3, 48)), StateCache(8, (4, 6), (2, 8))),
 )
 MESHES = [(1, 1), (2, 2)]
@@ -40,27 +41,36 @@ def layout(data: int = 1, tensor: int = 1) -> Layout:
 
 def test_sizes_by_hand() -> None:
     made = layout(data=2, tensor=2)
-    assert [head_words(c) for c in SPEC.states] == [400, 40]
-    assert made.words == 640, "64 tokens of the wider latent"
-    # Of 2 and 4 heads a rank: one of 400 words fits into 640, and all four of 40 words.
-    assert made.heads_per_page == (1, 4)
-    assert [made.state_pages(i) for i in (0, 1)] == [2, 1]
+    assert [head_lines(c) for c in SPEC.states] == [8, 8]
+    assert made.lines == 24, "64 tokens of the wider latent take 20 lines"
+    # Three heads fit: both of 2 heads a rank, two of 4.
+    assert made.heads_per_page == (2, 2)
+    assert [made.state_pages(i) for i in (0, 1)] == [1, 2]
     assert made.token_pages == 2
-    assert made.pages_per_sequence == 2 + 1 + 2 * 2
+    assert made.pages_per_sequence == 1 + 2 + 2 * 2
     assert made.pages == 1 + 2 * 7, "the null page and two sequences a shard"
-    assert made.bytes == 2 * 2 * 15 * 640 * 4
-    assert layout().pages == 1 + 4 * (4 + 1 + 4)
+    assert made.shape == (2, 2, 15, 24, 128)
+    assert made.bytes == 2 * 2 * 15 * 24 * 128 * 4
+    assert layout().pages == 1 + 4 * (2 + 4 + 4)
+
+
+def test_two_released_heads_fill_a_page_of_64_latents() -> None:
+    """The sizes of a released policy: 128 + 9 lines in 144, twice in the 288 of 64 x 576 words."""
+    spec = CacheSpec((TokenCache(576),), (StateCache(32, (128, 128), (3, 384)),))
+    made = make_layout(spec, data=1, tensor=1, sequences=1, max_context=64)
+    assert head_lines(spec.states[0]) == 144
+    assert (made.lines, made.heads_per_page) == (288, (2,))
 
 
 def test_a_page_is_as_large_as_the_largest_head() -> None:
-    spec = CacheSpec((TokenCache(4),), (StateCache(2, (16, 16), (3, 48)),))
+    spec = CacheSpec((TokenCache(4),), (StateCache(2, (16, 64), (3, 80)),))
     made = make_layout(spec, data=1, tensor=1, sequences=1, max_context=64)
-    assert (made.words, made.heads_per_page) == (400, (1,))
+    assert (made.lines, made.heads_per_page) == (16, (1,)), "8 + 2 lines"
 
 
-@pytest.mark.parametrize(("heads", "width", "expected"), [(6, 30, 3), (6, 35, 3), (5, 30, 1)])
+@pytest.mark.parametrize(("heads", "width", "expected"), [(6, 48, 3), (6, 64, 3), (5, 64, 1)])
 def test_heads_per_page_divides_the_heads(heads: int, width: int, expected: int) -> None:
-    """Pages of 1920 and 2240 words hold 4 and 5 heads of 400 words, of which 6 heads take 3."""
+    """Pages of 24 and 32 lines hold 3 and 4 heads of 8, of which 6 heads take 3."""
     spec = CacheSpec((TokenCache(width),), (StateCache(heads, (16, 16), (3, 48)),))
     made = make_layout(spec, data=1, tensor=1, sequences=1, max_context=64)
     assert made.heads_per_page == (expected,)
@@ -89,8 +99,7 @@ class Setup:
     def __init__(self, data: int, tensor: int) -> None:
         self.layout, self.mesh = layout(data, tensor), tiny.mesh(data, tensor)
         self.random = np.random.default_rng(0)
-        shape = (data, tensor, self.layout.pages, self.layout.words)
-        self.bits = patterns(self.random, shape)
+        self.bits = patterns(self.random, self.layout.shape)
         self.pool = jax.device_put(self.bits, pool_sharding(self.mesh))
         table = PageTable(self.layout)
         self.rows: list[PageRow] = []
@@ -104,9 +113,15 @@ class Setup:
     def changed(self) -> set[tuple[int, int]]:
         """(shard, page) of the pages that differ from before."""
         now = np.asarray(self.pool)
-        differ = (now != self.bits).any(axis=(1, 3))
+        differ = (now != self.bits).any(axis=(1, 3, 4))
         self.bits = now
         return {(int(shard), int(page)) for shard, page in np.argwhere(differ)}
+
+    def pages_of_state(self, index: int, layer: int) -> set[tuple[int, int]]:
+        """(shard, page) of the states of one layer of a sequence."""
+        counts = [self.layout.state_pages(i) for i in range(layer + 1)]
+        mine = self.rows[index].states[sum(counts[:-1]) : sum(counts)]
+        return {(self.rows[index].shard, int(page)) for page in mine}
 
 
 def patterns(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -127,7 +142,13 @@ def same_bits(a: Any, b: Any) -> bool:
 @cache
 def io(data: int, tensor: int) -> CacheIO:
     made = cache_io(layout(data, tensor), tiny.mesh(data, tensor))
-    return CacheIO(*(jax.jit(function, static_argnums=2) for function in made))
+    static = {"attend": (2, 6, 7)}
+    return CacheIO(
+        *(
+            jax.jit(function, static_argnums=static.get(name, (2,)))
+            for name, function in made._asdict().items()
+        )
+    )
 
 
 @pytest.fixture(params=MESHES, ids=["1 device", "data 2 x tensor 2"])
@@ -159,53 +180,109 @@ def test_tokens_come_back_bit_for_bit(place: tuple[int, int]) -> None:
             expected |= {(row.shard, int(row.tokens[layer, page])) for page in touched}
         written[layer] += n_valid
         assert setup.changed() <= expected
-    for layer in (0, 1):
-        got = np.asarray(own.read_tokens(setup.pool, setup.pages, layer))
-        for index, n in enumerate(written[layer]):
-            assert same_bits(got[index, :n], logs[layer][index, :n])
+    bits = np.asarray(setup.pool)
+    for layer, index in np.ndindex(2, ROWS):
+        row, width, n = setup.rows[index], SPEC.tokens[layer].width, written[layer][index]
+        for rank in range(place[1]):
+            held = bits[row.shard, rank, row.tokens[layer]].reshape(2, -1)[:, : 64 * width]
+            assert same_bits(held.reshape(-1, width)[:n], logs[layer][index, :n])
 
 
-def test_states_come_back_bit_for_bit(place: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kind", ["state", "tail"])
+def test_states_and_tails_come_back_bit_for_bit(place: tuple[int, int], kind: str) -> None:
+    setup, own = Setup(*place), io(*place)
+    read, write = getattr(own, f"read_{kind}"), getattr(own, f"write_{kind}")
+    other = own.read_tail if kind == "state" else own.read_state
+    for layer, cache_ in enumerate(SPEC.states):
+        value = floats(setup.random, (ROWS, cache_.heads, *getattr(cache_, kind)))
+        before, beside = read(setup.pool, setup.pages, layer), other(setup.pool, setup.pages, layer)
+        n_valid = np.array([1, 0, 64, 2], np.int32)
+        setup.pool = write(setup.pool, setup.pages, layer, n_valid, value)
+        expected = {(setup.rows[1].shard, NULL_PAGE)}  # where the idle row's goes
+        for index in (0, 2, 3):
+            expected |= setup.pages_of_state(index, layer)
+        assert setup.changed() == expected
+        assert same_bits(other(setup.pool, setup.pages, layer), beside)
+        after = np.asarray(read(setup.pool, setup.pages, layer))
+        for index in range(ROWS):
+            kept = np.asarray(before) if index == 1 else value
+            assert same_bits(after[index], kept[index])
+
+
+def operands(random: np.random.Generator, heads: int, key: int, value: int) -> list[np.ndarray]:
+    """q, k, v, g, beta of 3 tokens a row."""
+    shape = ROWS, 3, heads
+    q, k = random.standard_normal((2, *shape, key)) / key**0.5
+    v, g = random.standard_normal((*shape, value)), -random.random((*shape, key))
+    return [x.astype(np.float32) for x in (q, k, v, g, random.random(shape))]
+
+
+def test_states_advance_in_place_each_head_by_its_own_operands(place: tuple[int, int]) -> None:
+    """The idle row keeps its state, a row at position 0 starts from zeros and not from NaN."""
     setup, own = Setup(*place), io(*place)
     for layer, cache_ in enumerate(SPEC.states):
-        state = floats(setup.random, (ROWS, cache_.heads, *cache_.state))
-        tail = floats(setup.random, (ROWS, cache_.heads, *cache_.tail))
-        before = own.read_state(setup.pool, setup.pages, layer)
-        n_valid = np.array([1, 0, 64, 2], np.int32)
-        setup.pool = own.write_state(setup.pool, setup.pages, layer, n_valid, state, tail)
-        counts = [setup.layout.state_pages(i) for i in range(layer + 1)]
-        mine = slice(sum(counts[:-1]), sum(counts))
-        expected = {(setup.rows[1].shard, NULL_PAGE)}  # where the idle row's state goes
-        for index in (0, 2, 3):
-            row = setup.rows[index]
-            expected |= {(row.shard, int(page)) for page in row.states[mine]}
-        assert setup.changed() == expected
+        state = setup.random.standard_normal((ROWS, cache_.heads, *cache_.state))
+        ones, state[3] = np.ones(ROWS, np.int32), np.nan
+        pool = own.write_state(setup.pool, setup.pages, layer, ones, np.float32(state))
+        given = operands(setup.random, cache_.heads, *cache_.state)
+        for x in given:
+            x[2, 2:] = 0
+        state[3], setup.bits = 0, np.asarray(pool)
+        positions, n_valid = np.array([9, 9, 1, 0]), np.array([3, 0, 2, 3])
+        tails = own.read_tail(pool, setup.pages, layer)
+        out, setup.pool = own.advance(pool, setup.pages, layer, positions, n_valid, tuple(given))
+        want_out, want = jax.jit(recurrent)(*given, np.float32(state))
         after = own.read_state(setup.pool, setup.pages, layer)
-        for old, new, put in zip(before, after, (state, tail), strict=True):
-            for index in range(ROWS):
-                kept = old if index == 1 else put
-                assert same_bits(np.asarray(new)[index], np.asarray(kept)[index])
+        for index, n in enumerate(n_valid):
+            expected = want if n else state
+            np.testing.assert_allclose(after[index], expected[index], atol=1e-6)
+            np.testing.assert_allclose(out[index, :n], want_out[index, :n], atol=1e-6)
+        mine = set.union(*(setup.pages_of_state(index, layer) for index in (0, 2, 3)))
+        assert mine <= setup.changed() <= mine | {(row.shard, NULL_PAGE) for row in setup.rows}
+        assert same_bits(own.read_tail(setup.pool, setup.pages, layer), tails)
+
+
+def test_attention_sees_its_own_tokens_with_its_own_heads(place: tuple[int, int]) -> None:
+    """Row i's tokens all hold i, so whatever the scores, its heads say i; each head is scaled by
+    what its query asks for: the last number of head h's values is the newest token's."""
+    setup, own = Setup(*place), io(*place)
+    values = np.zeros((ROWS, 128, 40), np.float32)
+    values[..., 0] = np.arange(ROWS)[:, None]
+    values[..., 1] = np.arange(128)
+    values[..., 39] = np.arange(128)
+    n_valid = np.array([128, 65, 64, 3], np.int32)
+    zeros = np.zeros(ROWS, np.int32)
+    pool = own.write_tokens(setup.pool, setup.pages, 1, zeros, n_valid, values)
+    q = np.zeros((ROWS, 1, 8, 40), np.float32)
+    q[:, 0, ::2, 39], q[:, 0, 1::2, 39] = 100.0, -100.0  # the newest token; the oldest
+    ones = np.ones(ROWS, np.int32)
+    out = np.asarray(own.attend(pool, setup.pages, 1, q, n_valid - 1, ones, 2, 1.0))
+    assert np.array_equal(out[:, 0, :, 0], np.repeat(np.arange(ROWS)[:, None], 8, 1))
+    assert np.array_equal(out[:, 0, ::2, 1], np.repeat(n_valid[:, None] - 1, 4, 1))
+    assert not out[:, 0, 1::2, 1].any()
 
 
 def test_a_rank_holds_its_heads_under_the_same_page() -> None:
-    """Head h of layer 0 is page h % 2 of rank h // 2, alone, state before tail."""
+    """Heads 2r and 2r + 1 of layer 0 share the page of rank r: 8 lines each, state before tail."""
     setup, own = Setup(2, 2), io(2, 2)
     heads = np.arange(4, dtype=np.float32)[None, :, None, None]
     state = np.broadcast_to(heads + 1, (ROWS, 4, 16, 16))
     tail = np.broadcast_to(-(heads + 1), (ROWS, 4, 3, 48))
     n_valid = np.ones(ROWS, np.int32)
-    pool = np.asarray(own.write_state(setup.pool, setup.pages, 0, n_valid, state, tail))
+    pool = own.write_state(setup.pool, setup.pages, 0, n_valid, state)
+    pool = np.asarray(own.write_tail(pool, setup.pages, 0, n_valid, tail))
     row = setup.rows[3]
     for head in range(4):
-        page = pool[row.shard, head // 2, row.states[head % 2]].view(np.float32)
-        assert (page[:256] == head + 1).all()
-        assert (page[256:400] == -(head + 1)).all()
+        page = pool[row.shard, head // 2, row.states[0]].view(np.float32)
+        words = page[8 * (head % 2) :].reshape(-1)
+        assert (words[:256] == head + 1).all()
+        assert (words[256:400] == -(head + 1)).all()
 
 
 def test_nobody_reads_the_null_page(place: tuple[int, int]) -> None:
     setup, own = Setup(*place), io(*place)
     reads = [
-        partial(own.read_tokens, pages=setup.pages, layer=1),
+        partial(own.read_tail, pages=setup.pages, layer=1),
         partial(own.read_state, pages=setup.pages, layer=0),
     ]
     before = [jax.tree.leaves(read(setup.pool)) for read in reads]
@@ -220,7 +297,7 @@ def test_a_new_pool_is_zero_and_cut_over_the_mesh(place: tuple[int, int]) -> Non
     own = layout(*place)
     pool = make_pool(own, tiny.mesh(*place))
     assert not np.asarray(pool).any()
-    assert {shard.data.shape for shard in pool.addressable_shards} == {(1, 1, own.pages, own.words)}
+    assert {s.data.shape for s in pool.addressable_shards} == {(1, 1, own.pages, own.lines, 128)}
     assert len(pool.addressable_shards) == place[0] * place[1]
 
 
@@ -236,4 +313,4 @@ def test_pages_are_the_table_of_their_rows() -> None:
     setup = Setup(1, 1)
     assert isinstance(setup.pages, Pages)
     assert setup.pages.tokens.shape == (ROWS, 2, 2)
-    assert setup.pages.states.shape == (ROWS, 4 + 1)
+    assert setup.pages.states.shape == (ROWS, 2 + 4)

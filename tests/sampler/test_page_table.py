@@ -6,15 +6,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rl_jax.kernels.pages import NULL_PAGE
 from rl_jax.model import CacheSpec, StateCache, TokenCache
-from rl_jax.sampler.layout import NULL_PAGE, Layout, make_layout
+from rl_jax.sampler.layout import Layout, make_layout
 from rl_jax.sampler.page_table import PageRow, PageTable, table_of
 from tests.trajectories.build import steady
 
 # Two token layers of at most 3 pages each and 1 + 2 state pages: 9 pages a sequence.
 SPEC = CacheSpec(
-    (TokenCache(4), TokenCache(2)),
-    (StateCache(4, (4, 4), (2, 6)), StateCache(2, (14, 14), (3, 20))),
+    (TokenCache(64), TokenCache(2)),
+    (StateCache(4, (4, 4), (2, 6)), StateCache(2, (44, 44), (3, 20))),
 )
 
 
