@@ -81,21 +81,31 @@ class KimiDeltaAttention(nnx.Module):
     def forward(self, x: Float[Array, "R L D"], rows: Rows) -> Float[Array, "R L D"]:
         mixed = conv.short_conv(self._project(x), self.conv[...], segments=rows.segments)
         operands = self._operands(x, mixed, rows.segments >= 0)
-        out, _ = kda.chunked(*operands, reset=rows.reset)
+        out, _ = kda.chunked(*operands, reset=rows.reset, lower_bound=self.lower_bound)
         return self._finish(x, out)
 
     def extend(
         self, x: Float[Array, "R n D"], step: Step, pool: Tree, layer: int
     ) -> tuple[Float[Array, "R n D"], Tree]:
-        state, tail = (step.fresh(a) for a in step.io.read_state(pool, step.pages, layer))
-        inputs, before = self._project(x), _from_tail(tail)
+        before = _from_tail(step.fresh(step.io.read_tail(pool, step.pages, layer)))
+        inputs = self._project(x)
         mixed = conv.short_conv(inputs, self.conv[...], before)
         operands = self._operands(x, mixed, step.valid(x.shape[1]))
-        run = kda.recurrent if x.shape[1] <= kda.SHORT else kda.chunked
-        out, state = run(*operands, state)
+        out, pool = self._advance(operands, step, pool, layer)
         tail = _to_tail(conv.next_tail(inputs, before, step.n_valid))
-        pool = step.io.write_state(pool, step.pages, layer, step.n_valid, state, tail)
+        pool = step.io.write_tail(pool, step.pages, layer, step.n_valid, tail)
         return self._finish(x, out), pool
+
+    def _advance(
+        self, operands: Operands, step: Step, pool: Tree, layer: int
+    ) -> tuple[Float[Array, "R n H V"], Tree]:
+        """A few tokens in place on the states that are kept; chunks from a copy and back."""
+        io, pages = step.io, step.pages
+        if operands[0].shape[1] <= kda.SHORT:
+            return io.advance(pool, pages, layer, step.positions, step.n_valid, operands)
+        state = step.fresh(io.read_state(pool, pages, layer))
+        out, state = kda.chunked(*operands, state, lower_bound=self.lower_bound)
+        return out, io.write_state(pool, pages, layer, step.n_valid, state)
 
     def _project(self, x: Array) -> Float[Array, "R L 3 H K"]:
         return project(x, self.qkv[...])

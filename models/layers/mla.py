@@ -1,7 +1,8 @@
 """[P] Multi-head latent attention without positions (NoPE).
 
 Keys and values of all heads come from one normed latent per token plus a key part that heads share;
-the up-projections are absorbed into queries and outputs, in training as against the cache.
+the up-projections are absorbed into queries and outputs: always against the cache, and in training
+where heads are no narrower than latents.
 Equations: arXiv 2405.04434, sec. 2.1; arXiv 2510.26692 for leaving positions out.
 """
 
@@ -51,6 +52,8 @@ class LatentAttention(nnx.Module):
         return TokenCache(latent + shared_key)
 
     def forward(self, x: Float[Array, "R L D"], rows: Rows) -> Float[Array, "R L D"]:
+        if self.head_dim < self.latent:
+            return self._expanded(x, rows)
         out = mla.attend_rows(
             self._queries(x),
             self._entries(x),
@@ -60,19 +63,29 @@ class LatentAttention(nnx.Module):
         )
         return self._finish(out)
 
+    def _expanded(self, x: Float[Array, "R L D"], rows: Rows) -> Float[Array, "R L D"]:
+        """Each head's own keys and values.
+
+        A pair of tokens takes 2 head_dim + shared_key products per head, absorbed
+        2 latent + shared_key; what comes before and after takes the same.
+        """
+        entries = self._entries(x)
+        latents, shared = entries[..., : self.latent], entries[..., None, self.latent :]
+        keys = project(latents, self.key_up[...].transpose(2, 0, 1))
+        shared = jnp.broadcast_to(shared, (*keys.shape[:3], shared.shape[-1]))
+        values = project(latents, self.value_up[...].swapaxes(0, 1))
+        keys = jnp.concatenate([keys, shared], -1)
+        queries = project(x, self.query[...])
+        out = mla.attend_heads(queries, keys, values, rows.segments, scale=self.scale)
+        return project(out, self.out[...], 2)
+
     def extend(
         self, x: Float[Array, "R n D"], step: Step, pool: Tree, layer: int
     ) -> tuple[Float[Array, "R n D"], Tree]:
         entries = self._entries(x)[:, : step.width]
         pool = step.io.write_tokens(pool, step.pages, layer, step.positions, step.n_valid, entries)
-        out = mla.attend_cached(
-            self._queries(x),
-            step.io.read_tokens(pool, step.pages, layer),
-            step.positions,
-            step.n_valid,
-            value_width=self.latent,
-            scale=self.scale,
-        )
+        queries, place = self._queries(x), (step.positions, step.n_valid)
+        out = step.io.attend(pool, step.pages, layer, queries, *place, self.latent, self.scale)
         return self._finish(out), pool
 
     def _entries(self, x: Array) -> Float[Array, "R L W"]:

@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.kimi_linear import KimiLinearConfig, build_model
+from models.layers.context import rows_of
+from models.layers.mla import LatentAttention
 from rl_jax.arrays import round_up
+from rl_jax.kernels.mla import api as mla
 from tests.fakes.cache import DENSE, dense_pool
 
 CONFIG = KimiLinearConfig(
@@ -140,6 +144,72 @@ def test_a_row_taken_over_starts_from_zero():
     fresh, _ = feed(tokens, (64,), dense_pool(MODEL.cache_spec, 2, CONTEXT))
     again, _ = feed(tokens, (64,), used)
     assert np.array_equal(fresh, again)
+
+
+def textbook(layer, x):
+    """Latent attention of one sequence x[L, D] by its formula."""
+    q = jnp.einsum("ld,dha->hla", x, layer.query[...])
+    down = x @ layer.down[...]
+    latents, shared = layer.norm(down[:, : layer.latent]), down[:, layer.latent :]
+    keys = jnp.einsum("lc,hac->hla", latents, layer.key_up[...])
+    shared = jnp.broadcast_to(shared, (len(keys), *shared.shape))
+    scores = jnp.einsum("hla,hma->hlm", q, jnp.concatenate([keys, shared], -1)) * layer.scale
+    scores = jnp.where(jnp.tril(jnp.ones((len(x), len(x)), bool)), scores, -jnp.inf)
+    values = jnp.einsum("lc,hca->hla", latents, layer.value_up[...])
+    return jnp.einsum("hlm,hma,had->ld", jax.nn.softmax(scores, -1), values, layer.out[...])
+
+
+@pytest.mark.parametrize(
+    ("latent", "kind"), [(24, "attend_heads"), (16, "attend_rows"), (8, "attend_rows")]
+)
+def test_latent_attention_takes_the_form_of_fewer_products(monkeypatch, latent, kind):
+    """Heads of 16 numbers: expanded below the latent's width. Values and gradients of either form
+    equal the formula, for two sequences in one row."""
+    layer = LatentAttention(
+        width=32, heads=4, head_dim=16, latent=latent, shared_key=8, eps=1e-5, out_gain=1.0,
+        rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    rng, lengths = np.random.default_rng(0), (64, 40)
+    x, weights = rng.standard_normal((2, 1, 128, 32)).astype(np.float32)
+    segments = np.where(np.arange(128) < 64, 0, np.where(np.arange(128) < 104, 1, -1))[None]
+    asked = []
+
+    def heard(name, run, *operands, **keywords):
+        asked.append(name)
+        return run(*operands, **keywords)
+
+    for name in ("attend_heads", "attend_rows"):
+        monkeypatch.setattr(mla, name, partial(heard, name, getattr(mla, name)))
+    parts = [slice(64 * i, 64 * i + n) for i, n in enumerate(lengths)]
+
+    def packed(x):
+        out = layer.forward(x, rows_of(jnp.asarray(segments)))
+        return sum(jnp.sum(out[0, part] * weights[0, part]) for part in parts), out
+
+    def apart(x):
+        outs = [textbook(layer, x[0, part]) for part in parts]
+        return sum(jnp.sum(o * weights[0, part]) for o, part in zip(outs, parts, strict=True)), outs
+
+    with jax.default_matmul_precision("highest"):
+        (_, got), slope = jax.jit(jax.value_and_grad(packed, has_aux=True))(x)
+        (_, want), want_slope = jax.jit(jax.value_and_grad(apart, has_aux=True))(x)
+    assert set(asked) == {kind}
+    for part, expected in zip(parts, want, strict=True):
+        np.testing.assert_allclose(got[0, part], expected, atol=1e-5)
+        np.testing.assert_allclose(slope[0, part], want_slope[0, part], atol=1e-4)
+
+
+def test_training_in_expanded_form_and_prefill_in_absorbed_form_agree():
+    config = KimiLinearConfig(**{**vars(CONFIG), "kv_latent": 24, "layers": ("mla",)})
+    model = build_model(config)
+    params = jax.jit(model.init)(jax.random.key(1))
+    tokens, zeros = sequence(128)[None], np.zeros((1, 128), np.int32)
+    want = jax.jit(model.forward)(params, tokens, np.arange(128)[None], zeros)
+    pool = dense_pool(model.cache_spec, 1, 128)
+    got, _ = jax.jit(model.extend, static_argnums=6)(
+        params, tokens, np.array([128]), np.array([0]), np.arange(1), pool, DENSE
+    )
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_head_slices_make_the_whole():

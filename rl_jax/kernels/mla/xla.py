@@ -1,154 +1,208 @@
-"""[P] Latent attention without positions, in blocks of 64 keys with an online softmax.
+"""[P] Causal attention of packed rows in blocks, forward and backward, in plain XLA.
 
-Queries come absorbed: a query, a key and the cached entry of a token share one width, and the value
-is the first `value_width` numbers of the entry (arXiv 2405.04434, sec. 2.1.2). Blocks are taken in
-the order of positions in training and against a cache alike, and a block masked out whole changes
-no bit, so neither packing nor cuts at multiples of 64 do.
+Absorbed: a query, a key and the cached entry of a token share one width, all heads read the same
+entries, and the value is an entry's first `value_width` numbers (arXiv 2405.04434, sec. 2.1.2).
+Expanded: every head has keys and values of its own. Rows go one after the other. Keys come in
+blocks of 64 in the order of positions, and a block masked out whole changes no bit, so neither
+packing nor cuts at multiples of 64 do, nor does skipping the blocks nothing of which is visible.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from rl_jax.arrays import CHUNK, Array
+from rl_jax.kernels.mla import online
+from rl_jax.kernels.mla.checks import check_heads, check_rows, check_tokens
+from rl_jax.kernels.mla.spans import keys_seen, queries_seeing
+from rl_jax.sharding import DATA, TENSOR, on_each_device
 
-LOWEST = -1e30
-"""Stands for minus infinity in running maxima: differences of it stay numbers."""
+QUERIES = 256
+"""So many queries, counted per head, make a block: what it carries stays in a CPU's cache while
+keys are read seldom."""
+FEWEST, MOST = 16, CHUNK
+"""Bounds of a block's queries of one head. One of CHUNK holds one segment where all begin at
+multiples of that, and so sees no block of another."""
 
-
-def _empty(q: Array, value_width: int) -> tuple[Array, Array]:
-    rows, heads, length, _ = q.shape
-    peak = jnp.full((rows, heads, length, 1), LOWEST, q.dtype)
-    return peak, jnp.zeros((rows, heads, length, value_width + 1), q.dtype)
-
-
-def _block(
-    carry: tuple[Array, Array],
-    q: Float[Array, "R H L W"],
-    keys: Float[Array, "R C W"],
-    mask: Bool[Array, "R L C"],
-) -> tuple[Array, Array]:
-    """One step of the online softmax (arXiv 2205.14135): (peak, weighted values | mass).
-
-    The mass is the weighted sum of a column of ones, so one product makes both in one order.
-    """
-    peak, total = carry
-    mask = mask[:, None]
-    scores = jnp.where(mask, jnp.einsum("rhlw,rcw->rhlc", q, keys), LOWEST)
-    higher = jnp.maximum(peak, scores.max(-1, keepdims=True))
-    weights = jnp.where(mask, jnp.exp(scores - higher), 0.0)
-    ones = jnp.ones_like(keys[..., :1])
-    values = jnp.concatenate([keys[..., : total.shape[-1] - 1], ones], -1)
-    total = total * jnp.exp(peak - higher) + jnp.einsum("rhlc,rcv->rhlv", weights, values)
-    return higher, total
-
-
-def _finish(carry: tuple[Array, Array]) -> Float[Array, "R H L V"]:
-    total, mass = carry[1][..., :-1], carry[1][..., -1:]
-    return total / jnp.where(mass > 0, mass, 1.0)
+_ROWS, _HEADS = PartitionSpec(DATA), PartitionSpec(DATA, None, TENSOR)
 
 
 def attend_rows(
     q: Float[Array, "R L H W"],
-    latents: Float[Array, "R L W"],
+    latents: Float[Array, "R S W"],
     segments: Int[Array, "R L"],
     *,
     value_width: int,
     scale: float,
+    first: int | Int[Array, ""] = 0,
+    key_segments: Int[Array, "R S"] | None = None,
 ) -> Float[Array, "R L H V"]:
-    """Causal attention inside each segment of packed rows; zeros for padding (segment -1)."""
-    rows, length, heads, width = q.shape
-    q = (q * scale).reshape(rows, -1, CHUNK, heads, width).transpose(1, 0, 3, 2, 4)
-    keys = latents.reshape(rows, -1, CHUNK, width).swapaxes(0, 1)
-    blocked = segments.reshape(rows, -1, CHUNK).swapaxes(0, 1)
-    out = _causal(q, keys, blocked, value_width)
-    return out.transpose(1, 0, 3, 2, 4).reshape(rows, length, heads, value_width)
+    """Causal attention inside each segment of packed rows; zeros for padding (segment -1).
 
-
-def _attend_blocks(
-    q: Float[Array, "N R H C W"],
-    keys: Float[Array, "N R C W"],
-    segments: Int[Array, "N R C"],
-    value_width: int,
-) -> Float[Array, "N R H C V"]:
-    """Each block of queries over the blocks of keys up to its own."""
-    return _causal_forward(q, keys, segments, value_width)[0]
-
-
-def _visible(segments: Array, query: Array, key: Array) -> Bool[Array, "R L C"]:
-    """What the queries of one block see of the keys of another."""
-    row, column = query * CHUNK + jnp.arange(CHUNK), key * CHUNK + jnp.arange(CHUNK)
-    of_query, of_key = segments[query][:, :, None], segments[key][:, None, :]
-    return (of_query == of_key) & (of_key >= 0) & (column <= row[:, None])
-
-
-def _causal_forward(q, keys, segments, value_width):
-    def one(i):
-        def step(j, carry):
-            return _block(carry, q[i], keys[j], _visible(segments, i, j))
-
-        peak, total = jax.lax.fori_loop(0, i + 1, step, _empty(q[i], value_width))
-        mass = jnp.where(total[..., -1:] > 0, total[..., -1:], 1.0)
-        return _finish((peak, total)), peak + jnp.log(mass)
-
-    out, log_mass = jax.lax.map(one, jnp.arange(q.shape[0]))
-    return out, (q, keys, segments, out, log_mass)
-
-
-def _causal_backward(value_width, kept, d_out):
-    """Weights are made again from the kept logarithm of their mass (arXiv 2205.14135, alg. 4)."""
-    q, keys, segments, out, log_mass = kept
-    inner = jnp.sum(d_out * out, -1, keepdims=True)
-
-    def pair(i, j, carry):
-        d_q, d_key = carry
-        scores = jnp.einsum("rhlw,rcw->rhlc", q[i], keys[j])
-        mask = _visible(segments, i, j)[:, None]
-        weights = jnp.where(mask, jnp.exp(scores - log_mass[i]), 0.0)
-        d_weights = jnp.einsum("rhlv,rcv->rhlc", d_out[i], keys[j, ..., :value_width])
-        d_scores = weights * (d_weights - inner[i])
-        d_q = d_q.at[i].add(jnp.einsum("rhlc,rcw->rhlw", d_scores, keys[j]))
-        d_key = d_key + jnp.einsum("rhlc,rhlw->rcw", d_scores, q[i])
-        d_value = jnp.einsum("rhlc,rhlv->rcv", weights, d_out[i])
-        return d_q, d_key.at[..., :value_width].add(d_value)
-
-    def column(d_q, j):
-        carry = d_q, jnp.zeros_like(keys[0])
-        return jax.lax.fori_loop(j, q.shape[0], lambda i, carry: pair(i, j, carry), carry)
-
-    d_q, d_keys = jax.lax.scan(column, jnp.zeros_like(q), jnp.arange(q.shape[0]))
-    return d_q, d_keys, None
-
-
-_causal = jax.custom_vjp(_attend_blocks, nondiff_argnums=(3,))
-_causal.defvjp(_causal_forward, _causal_backward)
-
-
-def attend_cached(
-    q: Float[Array, "R n H W"],
-    cache: Float[Array, "R S W"],
-    positions: Int[Array, " R"],
-    n_valid: Int[Array, " R"],
-    *,
-    value_width: int,
-    scale: float,
-) -> Float[Array, "R n H V"]:
-    """Attention of n new tokens, the first at `positions`, to a cache that already holds them.
-
-    S is a multiple of 64; entries past `positions + n_valid` may be anything.
+    L and S are multiples of 64. Queries are tokens `first`.. of the rows of S keys, first a
+    multiple of 64; without `key_segments` both are the same tokens. Products add up in float32.
     """
-    length = q.shape[1]
-    q = (q * scale).swapaxes(1, 2)
-    query_index = positions[:, None] + jnp.arange(length)
-    end = positions + n_valid
+    check_rows(q, latents, value_width)
 
-    def step(number, carry):
-        keys = jax.lax.dynamic_slice_in_dim(cache, number * CHUNK, CHUNK, 1)
-        index = number * CHUNK + jnp.arange(CHUNK)
-        written = index < end[:, None]
-        keys = jnp.where(written[..., None], keys, 0.0)  # garbage may be NaN
-        mask = (index <= query_index[..., None]) & written[:, None, :]
-        return _block(carry, q, keys, mask)
+    def run(q, latents, *tokens):
+        return (_causal(q, latents, latents[..., :value_width], *tokens, scale),)
 
-    used = jnp.max(jnp.where(n_valid > 0, (end + CHUNK - 1) // CHUNK, 0))
-    return _finish(jax.lax.fori_loop(0, used, step, _empty(q, value_width))).swapaxes(1, 2)
+    return _attend(
+        run, {"q": _HEADS, "latents": _ROWS}, (q, latents), segments, key_segments, first
+    )
+
+
+def attend_heads(
+    q: Float[Array, "R L H A"],
+    k: Float[Array, "R S H A"],
+    v: Float[Array, "R S H V"],
+    segments: Int[Array, "R L"],
+    *,
+    scale: float,
+    first: int | Int[Array, ""] = 0,
+    key_segments: Int[Array, "R S"] | None = None,
+) -> Float[Array, "R L H V"]:
+    """`attend_rows` where each head has its own keys and values, of widths that may differ."""
+    check_heads(q, k, v)
+
+    def run(*operands):
+        return (_causal(*operands, scale),)
+
+    cuts = {"q": _HEADS, "k": _HEADS, "v": _HEADS}
+    return _attend(run, cuts, (q, k, v), segments, key_segments, first)
+
+
+def _attend(
+    run: Callable[..., tuple[Array, ...]],
+    cuts: dict[str, PartitionSpec],
+    operands: tuple[Array, ...],
+    segments: Array,
+    key_segments: Array | None,
+    first: int | Array,
+) -> Array:
+    """On a mesh each device takes its own rows and heads: a loop over rows that lie on several
+    would gather them. Rows or heads that do not divide over it lie nowhere in parts."""
+    key_segments = segments if key_segments is None else key_segments
+    check_tokens(operands[0], operands[1], segments, key_segments, first)
+    mesh = jax.sharding.get_abstract_mesh().shape
+    rows, _, heads, _ = operands[0].shape
+    if not rows % mesh.get(DATA, rows + 1) and not heads % mesh.get(TENSOR, heads + 1):
+        tokens = {"segments": _ROWS, "key_segments": _ROWS, "first": PartitionSpec()}
+        run = on_each_device(run, cuts | tokens, (_HEADS,))
+    return run(*operands, segments, key_segments, jnp.asarray(first, jnp.int32))[0]
+
+
+def block_size(heads: int, length: int) -> int:
+    """Queries per head of a block: a power of two that divides `length`."""
+    size = MOST
+    while size > FEWEST and (size * heads > QUERIES or length % size):
+        size //= 2
+    return size
+
+
+def _cut(x: Array, size: int) -> Array:
+    """[R, L, ...] -> [R, L / size, (H,) size, ...]."""
+    x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
+    return x.swapaxes(2, 3) if x.ndim == 5 else x
+
+
+def _joined(x: Array) -> Array:
+    """The inverse of `_cut`."""
+    x = x.swapaxes(2, 3) if x.ndim == 5 else x
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _visible(
+    own: Int[Array, " B"], other: Int[Array, " C"], start: Array, key: Array
+) -> Bool[Array, "B C"]:
+    """What a block of queries, tokens start.., sees of block `key` of the keys."""
+    row, column = start + jnp.arange(own.shape[0]), key * CHUNK + jnp.arange(CHUNK)
+    return (own[:, None] == other) & (other >= 0) & (column <= row[:, None])
+
+
+def _run(q, k, v, segments, key_segments, first, scale):
+    return _forward(q, k, v, segments, key_segments, first, scale)[0]
+
+
+def _forward(q, k, v, segments, key_segments, first, scale):
+    """Each block of a row's queries over the blocks of keys it may see."""
+    size = block_size(q.shape[2], q.shape[1])
+    begin, end = keys_seen(segments, key_segments, first, size)
+    queries, own = _cut(q, size), _cut(segments, size)
+    keys, values = _cut(k, CHUNK), online.with_mass(_cut(v, CHUNK))
+    other = _cut(key_segments, CHUNK)
+
+    def row(operands):
+        queries, own, keys, values, other, begin, end = operands
+
+        def one(i):
+            def step(j, carry):
+                mask = _visible(own[i], other[j], first + i * size, j)
+                return online.fold_values(carry, queries[i], keys[j], values[j], mask, scale)
+
+            carry = online.empty(queries[i], v.shape[-1])
+            carry = jax.lax.fori_loop(begin[i], end[i], step, carry)
+            return online.finish(carry).astype(v.dtype), online.log_mass(carry)
+
+        return jax.lax.map(one, jnp.arange(queries.shape[0]))
+
+    out, log_mass = jax.lax.map(row, (queries, own, keys, values, other, begin, end))
+    out = _joined(out)
+    return out, (q, k, v, segments, key_segments, first, out, log_mass)
+
+
+def _backward(scale, kept, d_out):
+    """Weights are made again from the kept logarithm of their mass (arXiv 2205.14135, alg. 4).
+
+    Each block of keys takes the blocks of queries that see it, so its own gradient is done after
+    one visit.
+    """
+    q, k, v, segments, key_segments, first, out, log_mass = kept
+    exact, size = log_mass.dtype, q.shape[1] // log_mass.shape[1]
+    first = first + jnp.zeros_like(segments[0, 0])  # a constant is no jax.Array here
+    begin, end = queries_seeing(segments, key_segments, first, size)
+    inner = jnp.sum(d_out.astype(exact) * out.astype(exact), -1, keepdims=True)
+    blocks = (*(_cut(x, size) for x in (q, d_out, inner, segments)), log_mass)
+    blocks = blocks, tuple(_cut(x, CHUNK) for x in (k, v, key_segments)), (begin, end)
+
+    def row(operands):
+        (queries, d_outs, inner, own, log_mass), (keys, values, other), (begin, end) = operands
+
+        def pair(i, j, carry):
+            d_q, d_key, d_value = carry
+            mask = _visible(own[i], other[j], first + i * size, j)
+            weights = jnp.exp(online.scores(queries[i], keys[j]) * scale - log_mass[i])
+            weights = jnp.where(mask, weights, 0.0)
+            d_scores = weights * (online.scores(d_outs[i], values[j]) - inner[i])
+            d_q = d_q.at[i].add(online.weighted(d_scores, keys[j]))
+            d_key = d_key + _gathered(d_scores, queries[i], d_key.ndim == 3)
+            return d_q, d_key, d_value + _gathered(weights, d_outs[i], d_value.ndim == 3)
+
+        def column(d_q, j):
+            carry = d_q, jnp.zeros(keys.shape[1:], exact), jnp.zeros(values.shape[1:], exact)
+            carry = jax.lax.fori_loop(begin[j], end[j], lambda i, carry: pair(i, j, carry), carry)
+            return carry[0], ((carry[1] * scale).astype(k.dtype), carry[2].astype(v.dtype))
+
+        d_q, found = jax.lax.scan(
+            column, jnp.zeros(queries.shape, exact), jnp.arange(keys.shape[0])
+        )
+        return (d_q * scale).astype(q.dtype), *found
+
+    d_q, d_k, d_v = (_joined(x) for x in jax.lax.map(row, blocks))
+    return d_q, d_k, d_v, None, None, None
+
+
+def _gathered(
+    weights: Float[Array, "H L C"], x: Float[Array, "H L W"], per_head: bool
+) -> Float[Array, "*own C W"]:
+    """What a block of keys receives from its queries, over all heads unless `per_head`."""
+    heads = "h" if per_head else ""
+    weights, kind = weights.astype(x.dtype), weights.dtype
+    return jnp.einsum(f"hlc,hlw->{heads}cw", weights, x, preferred_element_type=kind)
+
+
+_causal = jax.custom_vjp(_run, nondiff_argnums=(6,))
+_causal.defvjp(_forward, _backward)
