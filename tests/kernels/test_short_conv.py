@@ -79,3 +79,81 @@ def test_taps_stay_inside_their_segment():
     assert not np.any(grad[0, :64]) and not np.any(grad[0, 104:])
     alone = jax.grad(lambda x: jnp.sum(xla.short_conv(x, WEIGHT)))(two[None])
     np.testing.assert_allclose(grad[0, 64:104], alone[0], atol=1e-6)
+
+
+def test_gradients_of_tail_and_segments_in_float64():
+    """A row of three segments, the first of which goes on from the tail."""
+    x, tail = signal(30)[None], signal(3, seed=9)[None]
+    segments = jnp.array([[0] * 2 + [1] * 14 + [2] * 14])
+    before = jnp.array([[7, 0, 0]])
+    weights = np.random.default_rng(2).standard_normal((30, 6))
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(a, jnp.float64) for a in (x[0], WEIGHT, tail[0])]
+
+        def exact(x, w, tail):
+            first = reference.short_conv(jnp.concatenate([tail[1:], x[:2]]), w)[2:]
+            rest = reference.short_conv(x[2:16], w), reference.short_conv(x[16:], w)
+            return jnp.sum(jnp.concatenate([first, *rest]) * weights)
+
+        want = [np.asarray(g) for g in jax.grad(exact, (0, 1, 2))(*wide)]
+
+    def objective(x, w, tail):
+        return jnp.sum(xla.short_conv(x, w, tail, segments, before) * weights)
+
+    grads = jax.grad(objective, (0, 1, 2))(x, WEIGHT, tail)
+    for got, expected in zip((grads[0][0], grads[1], grads[2][0]), want, strict=True):
+        np.testing.assert_allclose(got, expected, atol=3e-5)
+    assert not np.any(grads[2][0, 0]) and np.all(grads[2][0, 1:])
+
+
+def test_gradients_carry_over_a_cut():
+    x, weights = signal(128)[None], signal(128, seed=3)[None]
+
+    def whole(x, w):
+        return jnp.sum(xla.short_conv(x, w) * weights)
+
+    def halves(x, w):
+        first = xla.short_conv(x[:, :64], w)
+        second = xla.short_conv(x[:, 64:], w, x[:, 61:64])
+        return jnp.sum(jnp.concatenate([first, second], 1) * weights)
+
+    for got, want in zip(
+        jax.grad(halves, (0, 1))(x, WEIGHT), jax.grad(whole, (0, 1))(x, WEIGHT), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_inputs_are_kept_for_the_backward_pass():
+    x, segments = signal(1000)[None], jnp.zeros((1, 1000), jnp.int32)
+    _, pull = jax.vjp(lambda x, w: xla.short_conv(x, w, segments=segments), x, WEIGHT)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
+    assert kept <= x.nbytes + WEIGHT.nbytes + segments.nbytes
+
+
+def test_bfloat16_inputs_add_up_in_float32():
+    x = jnp.asarray(signal(50), jnp.bfloat16)
+    with jax.enable_x64(True):
+        wide = jnp.asarray(x, jnp.float64), jnp.asarray(WEIGHT, jnp.float64)
+        want = np.asarray(reference.short_conv(*wide))
+    got = xla.short_conv(x[None], WEIGHT)[0]
+    assert got.dtype == jnp.bfloat16
+    assert np.linalg.norm(np.float64(got) - want) <= 3e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight": WEIGHT[:, :5]}, r"weight: channels \(5,\) must be x's \(6,\)"),
+        ({"tail": jnp.zeros((2, 2, 6))}, r"tail: shape \(2, 2, 6\) must be \(2, 3, 6\)"),
+        ({"segments": jnp.zeros((2, 7), int)}, r"segments: shape \(2, 7\) must be \(2, 8\)"),
+        (
+            {"tail": jnp.zeros((2, 3, 6)), "segments": jnp.zeros((2, 8), int)},
+            "tail_segments: needed where tail and segments are given",
+        ),
+    ],
+)
+def test_what_it_cannot_take_is_named(change, said):
+    """Not through jaxtyping, which is off outside tests."""
+    given = {"x": signal(8)[None].repeat(2, 0), "weight": WEIGHT} | change
+    with pytest.raises(ValueError, match=said):
+        xla.short_conv.__wrapped__(**given)
