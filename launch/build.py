@@ -223,20 +223,26 @@ def compile_step(
 
     def stepping(step: TrainStep) -> TrainStep:
         own = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(mesh)))
-        return own.lower(state, batch).compile()
+        with jax.set_mesh(mesh):
+            return own.lower(state, batch).compile()
 
     started = jax.jit(init, out_shardings=placed)
     pushed = partial(after_push, optimizers=optimizers)
     chunk = vocab_chunk(model)
     estimate = make_estimates(model, estimates, vocab_chunk=chunk)
-    estimating = jax.jit(estimate, out_shardings=replicated(mesh))
+
+    def estimating() -> Any:
+        own = jax.jit(estimate, out_shardings=replicated(mesh))
+        with jax.set_mesh(mesh):
+            return own.lower(state.params, batch).compile()
+
     return StepProgram(
         init=lambda params, teachers=MappingProxyType({}): started(params, dict(teachers)),
         step=stepping(make_train_step(model, loss, optimizers, vocab_chunk=chunk)),
         after_push=jax.jit(pushed, donate_argnums=0, out_shardings=placed).lower(state).compile(),
         abstract=state,
         critic=stepping(make_critic_step(model, critic.loss, optimizers)) if critic else None,
-        estimate=estimating.lower(state.params, batch).compile() if estimates else None,
+        estimate=estimating() if estimates else None,
     )
 
 
@@ -259,7 +265,8 @@ def compile_audit(model: Model, mesh: Mesh, shape: Shape) -> Audit:
     part = _abstract_batch(shape, mesh, microbatch=True)
     lag = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
     jitted = jax.jit(run, out_shardings=replicated(mesh))
-    return jitted.lower(abstract_params(model, mesh), part, lag).compile()
+    with jax.set_mesh(mesh):
+        return jitted.lower(abstract_params(model, mesh), part, lag).compile()
 
 
 def compile_sampler(config: RunConfig, model: Model, mesh: Mesh) -> SamplerPrograms:
