@@ -1,12 +1,14 @@
 # `make help` lists the targets. Set-up happens by itself, on first use and when the lock changes.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help quickstart notebooks recorded test test-slow test-interop lint types format lock setup-gpu \
-	setup-tpu clean
+.PHONY: help quickstart notebooks recorded test test-slow test-aot test-interop test-device lint \
+	types format lock setup-gpu setup-tpu clean
 
 BIN := .venv/bin
 READY := .venv/.ready
 INTEROP := .tools/interop
+TRITON := .tools/triton
+AOT := .tools/aot
 UV = $$(command -v .tools/uv/bin/uv || command -v uv)
 # pyright asks its registry for a newer release unless told not to.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -40,8 +42,20 @@ test: $(READY) ## every test but the slow ones; ARGS="tests/losses -k dis" selec
 test-slow: $(READY) ## the tests marked slow
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-interop: $(INTEROP)/.ready ## run other implementations again; compare with tests/golden
+test-aot: $(AOT)/.ready ## compile every TPU and GPU kernel without one; ARGS=kda_tpu selects
+	@PYTHONPATH=. $(AOT)/bin/python -m tests.aot.run $(ARGS)
+
+# Without their dependencies: no CUDA library is needed to compile.
+$(AOT)/.ready: tests/aot/requirements.txt tests/aot/requirements-plugins.txt | $(READY)
+	@$(UV) venv --quiet --clear --seed --python 3.12 $(AOT)
+	@$(AOT)/bin/python -m pip install -qq --requirement tests/aot/requirements.txt
+	@$(AOT)/bin/python -m pip install -qq --no-deps --requirement tests/aot/requirements-plugins.txt
+	@touch $@
+
+test-interop: $(INTEROP)/.ready $(TRITON)/.ready ## run other implementations and Triton's interpreter
 	@$(INTEROP)/bin/python tests/interop/losses.py --check
+	@TRITON_INTERPRET=1 PYTHONPATH=. $(TRITON)/bin/python tests/interop/kda_triton.py
+	@TRITON_INTERPRET=1 PYTHONPATH=. $(TRITON)/bin/python tests/interop/mla_triton.py
 
 # pip, not uv: it heeds the machine's own settings, such as where a small build of torch lies.
 $(INTEROP)/.ready: tests/interop/requirements.txt | $(READY)
@@ -49,6 +63,16 @@ $(INTEROP)/.ready: tests/interop/requirements.txt | $(READY)
 	@$(INTEROP)/bin/python -m pip install -qq --constraint $< torch
 	@$(INTEROP)/bin/python -m pip install -qq --no-deps --requirement $<
 	@touch $@
+
+# An environment of its own: the other has no Triton, and some of its packages change where there is.
+$(TRITON)/.ready: tests/interop/requirements-triton.txt | $(READY)
+	@$(UV) venv --quiet --clear --seed --python 3.11 $(TRITON)
+	@$(TRITON)/bin/python -m pip install -qq $$(grep ^torch= $<)
+	@$(TRITON)/bin/python -m pip install -qq --no-deps --requirement $<
+	@touch $@
+
+test-device: $(READY) ## check and time the kernels on this GPU, into runs/device.md; ARGS=SEED
+	@PYTHONPATH=. $(BIN)/python -m tests.device.run $(ARGS)
 
 lint: $(READY) ## ruff's rules, its format, and pyright
 	@$(BIN)/ruff check .
