@@ -67,7 +67,6 @@ def test_pages_against_one_softmax(case):
         assert not np.any(got[row, n_valid[row] :])
 
 
-@pytest.mark.slow
 def test_a_row_alone_has_the_bits_it_has_in_a_batch(monkeypatch):
     """Also where the page ids of the batch do not fit in one call."""
     ends = [520, 65, 0, 3]
