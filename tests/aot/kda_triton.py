@@ -7,12 +7,8 @@ parameters, the memory of each program, and that decode changes the pool in plac
 registers, spills and shared memory of each kernel as the assembler reports them.
 """
 
-import re
-import subprocess
 import sys
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +16,10 @@ import jax_triton
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jax_triton import triton_lib
-from triton.backends import nvidia
 
 from rl_jax.kernels.kda import triton_launch
+from tests.aot.h200 import TARGET, assembled, checked, compiled
 
-TARGET = (Path(__file__).parent / "h200.txtpb").read_text()
-ASSEMBLER = Path(nvidia.__file__).parent / "bin" / "ptxas"
-SHARED_MEMORY = 227 * 1024
 SPILLED = 512
 """Bytes per thread that a kernel of bounded gates and bfloat16 operands may spill: up to 126 of the
 2,700 instructions of a step of `scan_back`. Of the others it is told, not bounded."""
@@ -42,51 +35,6 @@ KINDS = {
 KERNELS = {
     "prepare", "scan", "replay", "scan_back", "score_cotangents", "chunk_gradients", "decode",
 }  # fmt: skip
-
-
-def kind_of(name: str) -> str:
-    return next((kind for kind, names in KINDS.items() if name in names.split()), "operand")
-
-
-def checked(dtype, seen, plain, *operands, kernel, out_shape, **options):
-    """Calls through where pointers, integers and constants match the kernel's parameters."""
-    settings = {"grid", "num_warps", "num_stages", "input_output_aliases"}
-    constants = set(options) - settings
-    given = [*operands, *out_shape]
-    names = [name for name in kernel.arg_names if name not in constants]
-    assert len(names) == len(given), (kernel.fn.__name__, names, len(given))
-    assert constants <= set(kernel.arg_names), (kernel.fn.__name__, constants)
-    for name, value in zip(names, given, strict=True):
-        kind = "integer" if isinstance(value, int) else str(value.dtype)
-        wanted = str(jnp.dtype(dtype)) if kind_of(name) == "operand" else kind_of(name)
-        assert kind == wanted, (kernel.fn.__name__, name, kind, wanted)
-    seen.add(kernel.fn.__name__)
-    return plain(*operands, kernel=kernel, out_shape=out_shape, **options)
-
-
-def assembled(plain, limit, *operands, **options):
-    """Compiles through and prints what the assembler says; `limit` bytes may spill."""
-    result = plain(*operands, **options)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(result.binary)
-        command = [ASSEMBLER, "-v", "--gpu-name=sm_90a", source, "-o", source.with_suffix(".o")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.findall(r"Used (\d+) registers", said)
-    spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    print(
-        f"  {result.name}: {registers[0]} registers, {spilled[0][0]} / {spilled[0][1]} B spilled "
-        f"and reloaded per thread, {result.shared_mem_bytes >> 10} KiB shared",
-        flush=True,
-    )
-    assert int(spilled[0][0]) <= limit, result.name
-    assert result.shared_mem_bytes <= SHARED_MEMORY, result.name
-    return result
-
-
-def compiled(function, *structs, **options):
-    lowered = jax.jit(function, **options).trace(*structs).lower(lowering_platforms=("cuda",))
-    return lowered.compile().memory_analysis()
 
 
 def check_chunked(struct, dtype, bounded: bool, export: bool) -> None:
@@ -147,11 +95,11 @@ def main() -> int:
 
     bf16, f32 = jnp.bfloat16, jnp.float32
     for dtype, bounded, export in ((bf16, True, True), (bf16, False, False), (f32, True, False)):
-        jax_triton.triton_call = partial(checked, dtype, seen, plain)
+        jax_triton.triton_call = partial(checked, KINDS, dtype, seen, plain)
         limit = SPILLED if dtype == bf16 and bounded else sys.maxsize
         triton_lib.compile_ttir_inplace = partial(assembled, compiler, limit)
         check_chunked(struct, dtype, bounded, export)
-    jax_triton.triton_call = partial(checked, bf16, seen, plain)
+    jax_triton.triton_call = partial(checked, KINDS, bf16, seen, plain)
     triton_lib.compile_ttir_inplace = partial(assembled, compiler, SPILLED)
     check_decode(struct)
     assert seen == KERNELS, seen

@@ -7,12 +7,8 @@ parameters and the temporaries of each program, and that tokens are written into
 in place. Prints registers, spills and shared memory of each kernel as the assembler reports them.
 """
 
-import re
-import subprocess
 import sys
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +16,10 @@ import jax_triton
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jax_triton import triton_lib
-from triton.backends import nvidia
 
 from rl_jax.kernels.mla import block_sizes, pages, triton_launch
+from tests.aot.h200 import TARGET, assembled, checked, compiled
 
-TARGET = (Path(__file__).parent / "h200.txtpb").read_text()
-ASSEMBLER = Path(nvidia.__file__).parent / "bin" / "ptxas"
-SHARED_MEMORY = 227 * 1024
 KINDS = {
     "float32": "log_mass delta peaks masses sums",
     "integer": "heads length count lines parts width",
@@ -34,49 +27,6 @@ KINDS = {
     "uint32": "pool",
 }
 """Kind of a parameter by name; every other is an operand."""
-
-
-def kind_of(name: str) -> str:
-    return next((kind for kind, names in KINDS.items() if name in names.split()), "operand")
-
-
-def checked(dtype, seen, plain, *operands, kernel, out_shape, **options):
-    """Calls through where pointers, integers and constants match the kernel's parameters."""
-    constants = set(options) - {"grid", "num_warps", "num_stages"}
-    given = [*operands, *out_shape]
-    names = [name for name in kernel.arg_names if name not in constants]
-    assert len(names) == len(given), (kernel.fn.__name__, names, len(given))
-    assert constants <= set(kernel.arg_names), (kernel.fn.__name__, constants)
-    for name, value in zip(names, given, strict=True):
-        kind = "integer" if isinstance(value, int) else str(value.dtype)
-        wanted = str(jnp.dtype(dtype)) if kind_of(name) == "operand" else kind_of(name)
-        assert kind == wanted, (kernel.fn.__name__, name, kind, wanted)
-    seen.add(kernel.fn.__name__)
-    return plain(*operands, kernel=kernel, out_shape=out_shape, **options)
-
-
-def assembled(plain, *operands, **options):
-    """Compiles through and prints what the assembler says of the kernel."""
-    result = plain(*operands, **options)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(result.binary)
-        command = [ASSEMBLER, "-v", "--gpu-name=sm_90a", source, "-o", source.with_suffix(".o")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.findall(r"Used (\d+) registers", said)
-    spilled = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    print(
-        f"  {result.name}: {registers[0]} registers, {spilled[0][0]} / {spilled[0][1]} B spilled "
-        f"and reloaded per thread, {result.shared_mem_bytes >> 10} KiB shared",
-        flush=True,
-    )
-    assert result.shared_mem_bytes <= SHARED_MEMORY
-    return result
-
-
-def compiled(function, *structs, **options):
-    lowered = jax.jit(function, **options).trace(*structs).lower(lowering_platforms=("cuda",))
-    return lowered.compile().memory_analysis()
 
 
 def check_heads(struct, dtype, width, value_width, rows=2, length=320, heads=3):
@@ -134,7 +84,7 @@ def main() -> int:
     ).devices[0]
     triton_lib.triton_kernel_call_lib.get_compute_capability = lambda index: 90
     triton_lib.compile_ttir_to_ptx_inplace = partial(
-        assembled, triton_lib.compile_ttir_to_ptx_inplace
+        assembled, triton_lib.compile_ttir_to_ptx_inplace, sys.maxsize
     )
     plain, seen = jax_triton.triton_call, set()
 
@@ -142,10 +92,10 @@ def main() -> int:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
     for dtype, sizes in ((jnp.bfloat16, (192, 128)), (jnp.float32, (48, 32))):
-        jax_triton.triton_call = partial(checked, dtype, seen, plain)
+        jax_triton.triton_call = partial(checked, KINDS, dtype, seen, plain)
         check_heads(struct, dtype, *sizes)
     for dtype, sizes in ((jnp.bfloat16, (576, 512)), (jnp.float32, (48, 32))):
-        jax_triton.triton_call = partial(checked, dtype, seen, plain)
+        jax_triton.triton_call = partial(checked, KINDS, dtype, seen, plain)
         for tokens in (1, 16, 64):
             check_pages(struct, dtype, *sizes, tokens)
     check_pages(struct, jnp.float32, 576, 512, 1)
