@@ -11,9 +11,14 @@ from rl_jax.arrays import AnyArray, Array, Tree
 
 
 class TokenCache(NamedTuple):
-    """One layer that keeps `width` float32 numbers per token (MLA: the normed latent)."""
+    """One layer that keeps `width` float32 numbers per token and head.
+
+    MLA keeps its normed latent once for all heads. A head of grouped-query attention has pages of
+    its own, so a shard over heads is a set of pages.
+    """
 
     width: int
+    heads: int = 1
 
 
 class StateCache(NamedTuple):
@@ -46,10 +51,12 @@ class CacheIO(NamedTuple):
     """
 
     write_tokens: Callable[[Array, Any, int, Array, Array, Array], Array]
-    """(pool, pages, layer, positions[R], n_valid[R], values[R, n, width]) -> pool."""
+    """(pool, pages, layer, positions[R], n_valid[R], values[R, n, heads, width]) -> pool."""
     attend: Callable[[Array, Any, int, Array, Array, Array, int, float], Array]
-    """(pool, pages, layer, q[R, n, H, width], positions[R], n_valid[R], value_width, scale) ->
-    out[R, n, H, value_width]: causal attention of n tokens that are written to all up to them."""
+    """(pool, pages, layer, q[R, n, H, W], positions[R], n_valid[R], value_width, scale) ->
+    out[R, n, H, value_width]: causal attention of n tokens that are written to all up to them. The
+    last W numbers that a token keeps per head are its key, the first `value_width` its value. Of
+    `heads` kept ones each serves H / heads that lie side by side."""
     advance: Callable[[Array, Any, int, Array, Array, tuple[Array, ...]], tuple[Array, Array]]
     """(pool, pages, layer, positions[R], n_valid[R], (q, k, v, g, beta)[R, n, H, ..]) ->
     (out[R, n, H, V], pool): at most 16 tokens one after the other from the states that are kept;
@@ -62,6 +69,27 @@ class CacheIO(NamedTuple):
     """(pool, pages, layer) -> tail[R, H, taps, channels]."""
     write_tail: Callable[[Array, Any, int, Array, Array], Array]
     """(pool, pages, layer, n_valid[R], tail[R, H, taps, channels]) -> pool."""
+
+
+class Routing(NamedTuple):
+    """How a mixture of experts spreads tokens: M layers of E experts, k of them for each token.
+
+    Choices are int32[R, n, M, k]; the router's own are what it takes by itself.
+    """
+
+    layers: int
+    experts: int
+    chosen: int
+    forward: Callable[[Tree, AnyArray, AnyArray, AnyArray, AnyArray | None], tuple[Array, Array]]
+    """`Model.forward` with choices to use instead of the router's own, -1 for a token's own; also
+    returns the router's own."""
+    extend: Callable[
+        [Tree, AnyArray, AnyArray, AnyArray, Any, Array, CacheIO], tuple[Array, Array, Array]
+    ]
+    """`Model.extend` that also returns the choices."""
+    balance: Callable[[Tree, Array, float], Tree]
+    """(params, load[M, E], rate) -> params whose correction biases moved by `rate` towards the mean
+    load (arXiv 2408.15664)."""
 
 
 class Model(NamedTuple):
@@ -82,5 +110,7 @@ class Model(NamedTuple):
     cut equal to training where `positions` is a multiple of 64."""
     head: Callable[[Tree, Array, Array, int], Array]
     """(params, hidden[..., D], start, size) -> float32 logits[..., size] of the vocabulary slice
-    [start, start + size); `start` may be traced, `size` is static and divides the vocabulary."""
+    [start, start + size), which lies inside it; `start` may be traced, `size` is static."""
     vocab_size: int
+    routing: Routing | None = None
+    """Of a model with experts."""
