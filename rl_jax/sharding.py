@@ -1,52 +1,130 @@
-"""[P] From logical axes to shardings: one table of rules per mesh."""
+"""[P] From logical axes to shardings: the axes of both programs' meshes, a table of rules for each.
+
+Trainer: rows of a batch lie over (data, fsdp, expert), the tokens of a row over context. `tensor`
+cuts heads and hidden widths, `fsdp` what is left of a parameter, `expert` experts. Sampler:
+requests lie over data, heads and experts over tensor.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from rl_jax.arrays import Array, Tree
 
-DATA, TENSOR = "data", "tensor"
-"""Mesh axes of both programs."""
+DATA, FSDP, TENSOR, EXPERT, CONTEXT = "data", "fsdp", "tensor", "expert", "context"
+SAMPLER_AXES = DATA, TENSOR
+TRAINER_AXES = DATA, FSDP, TENSOR, EXPERT, CONTEXT
 
-RULES: Mapping[str, str | None] = {
+ROWS = DATA, FSDP, EXPERT
+"""Mesh axes that cut rows, as an entry of a PartitionSpec."""
+
+Devices = Sequence[jax.Device]
+Rules = Mapping[str, str | None]
+"""The mesh axis of each logical axis; one that is not named, or a mesh lacks, is not cut."""
+
+TRAINER_RULES: Rules = {
     "vocab": TENSOR,
     "heads": TENSOR,
+    "kv_heads": TENSOR,
     "mlp": TENSOR,
-    "embed": None,
-    "latent": None,
+    "expert_mlp": TENSOR,
+    "experts": EXPERT,
+    "embed": FSDP,
 }
-"""Where each logical axis of a parameter goes; an axis that is not named is not cut."""
+SAMPLER_RULES: Rules = {
+    "vocab": TENSOR,
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
+    "mlp": TENSOR,
+    "experts": TENSOR,
+}
 
 
 def make_mesh(
-    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]  # jax assigns it
+    devices: Devices,
     data: int,
     tensor: int,
 ) -> Mesh:
     """A (data, tensor) mesh over the first data * tensor of `devices`."""
-    need = data * tensor
+    return _mesh(devices, {DATA: data, TENSOR: tensor})
+
+
+def make_trainer_mesh(
+    devices: Devices,
+    *,
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
+    context: int = 1,
+) -> Mesh:
+    """A mesh of all five axes over the first of `devices`, neighbours along `context` first."""
+    sizes = data, fsdp, tensor, expert, context
+    return _mesh(devices, dict(zip(TRAINER_AXES, sizes, strict=True)))
+
+
+def _mesh(devices: Devices, sizes: Mapping[str, int]) -> Mesh:
+    need = prod(sizes.values())
     if len(devices) < need:
-        raise ValueError(
-            f"a mesh of data {data} x tensor {tensor} needs {need} devices, got {len(devices)}"
-        )
-    return Mesh(np.asarray(devices[:need]).reshape(data, tensor), (DATA, TENSOR))
+        named = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise ValueError(f"a mesh of {named} needs {need} devices, got {len(devices)}")
+    return Mesh(np.asarray(devices[:need]).reshape(*sizes.values()), tuple(sizes))
 
 
-def param_shardings(axes: Tree, mesh: Mesh, rules: Mapping[str, str | None] = RULES) -> Tree:
-    """The tree of NamedShardings for a tree of tuples of logical axis names."""
+def known(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """`spec` without the axes that `mesh` lacks."""
 
-    def one(names: tuple[str | None, ...]) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(rules.get(n) if n else None for n in names)))
+    def one(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if isinstance(axes, tuple):
+            return tuple(axis for axis in axes if axis in mesh.shape) or None
+        return axes if axes in mesh.shape else None
+
+    return PartitionSpec(*map(one, spec))
+
+
+def param_shardings(axes: Tree, mesh: Mesh | AbstractMesh, rules: Rules | None = None) -> Tree:
+    """The tree of NamedShardings for a tree of tuples of logical axis names.
+
+    Without `rules` those of the trainer where `mesh` has its axes, else those of the sampler.
+    """
+    specs = _specs(axes, mesh, rules)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def param_specs(axes: Tree) -> Tree:
+    """The PartitionSpecs of `param_shardings` on the mesh of `jax.set_mesh`."""
+    return _specs(axes, jax.sharding.get_abstract_mesh(), None)
+
+
+def _specs(axes: Tree, mesh: Mesh | AbstractMesh, rules: Rules | None) -> Tree:
+    if rules is None:
+        rules = TRAINER_RULES if EXPERT in mesh.shape else SAMPLER_RULES
+
+    def one(names: tuple[str | None, ...]) -> PartitionSpec:
+        return known(PartitionSpec(*(rules.get(n) if n else None for n in names)), mesh)
 
     return jax.tree.map(one, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The sharding of small things that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def check_divides(
+    name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> None:
+    """ValueError naming the array and the axes where a dimension does not divide over the mesh."""
+    for size, axes in zip(shape, spec, strict=False):
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        if size % prod(mesh.shape[axis] for axis in axes):
+            cut = " x ".join(f"{axis} = {mesh.shape[axis]}" for axis in axes)
+            raise ValueError(
+                f"{name}: {size} of shape {shape} must be a multiple of the mesh's {cut}"
+            )
 
 
 def on_each_device(
@@ -56,25 +134,34 @@ def on_each_device(
 ) -> Callable[..., tuple[Array, ...]]:
     """`function` on each device's own part, where XLA cannot cut what is inside (a kernel).
 
-    `operands` names the arguments, in order. The mesh is that of `jax.set_mesh`; without one, or
-    inside another `shard_map`, `function` is called as it is. Axes of a mesh that `operands` do not
-    name hold the whole. ValueError where an axis of an operand does not divide over the mesh.
+    `operands` names the arguments, in order. The mesh is that of `jax.set_mesh`; without one, on
+    one of a single device, or inside another `shard_map`, `function` is called as it is. Axes of a
+    mesh that `operands` do not name hold the whole, axes that the mesh lacks cut nothing.
+    ValueError where an axis of an operand does not divide over the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:
+    if mesh.empty or mesh.size == 1 or mesh.manual_axes:
         return function
+    given_specs = {name: known(spec, mesh) for name, spec in operands.items()}
     cut = jax.shard_map(
-        function, in_specs=tuple(operands.values()), out_specs=tuple(results), check_vma=False
+        function,
+        in_specs=tuple(given_specs.values()),
+        out_specs=tuple(known(spec, mesh) for spec in results),
+        check_vma=False,
     )
 
     def run(*given: Array) -> tuple[Array, ...]:
-        for (name, spec), x in zip(operands.items(), given, strict=True):
-            for size, axis in zip(x.shape, spec, strict=False):
-                if axis and size % mesh.shape[axis]:
-                    raise ValueError(
-                        f"{name}: {size} of shape {x.shape} must be a multiple of the mesh's "
-                        f"{axis} = {mesh.shape[axis]}"
-                    )
+        for (name, spec), x in zip(given_specs.items(), given, strict=True):
+            check_divides(name, x.shape, spec, mesh)
         return cut(*given)
 
     return run
+
+
+def degree(axis: str) -> int:
+    """Over how many devices `axis` of the mesh of `jax.set_mesh` cuts what is not cut yet.
+
+    1 without a mesh, on one that lacks the axis, and inside `shard_map`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(axis, 1)

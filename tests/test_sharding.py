@@ -4,7 +4,13 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from rl_jax.sharding import make_mesh, param_shardings, replicated
+from rl_jax.sharding import (
+    check_divides,
+    make_mesh,
+    make_trainer_mesh,
+    param_shardings,
+    replicated,
+)
 
 
 def test_a_mesh_takes_the_first_devices_row_by_row() -> None:
@@ -39,6 +45,24 @@ def test_rules_can_be_others() -> None:
     mesh = make_mesh(jax.devices(), 2, 2)
     spec = param_shardings(("embed", "mlp"), mesh, {"embed": "data"}).spec
     assert spec == PartitionSpec("data", None)
+
+
+def test_the_two_programs_cut_experts_and_widths_differently() -> None:
+    axes = ("experts", "embed", "expert_mlp")
+    trainer = make_trainer_mesh(jax.devices(), fsdp=2, tensor=2, expert=2)
+    assert dict(trainer.shape) == {"data": 1, "fsdp": 2, "tensor": 2, "expert": 2, "context": 1}
+    assert param_shardings(axes, trainer).spec == PartitionSpec("expert", "fsdp", "tensor")
+    sampler = make_mesh(jax.devices(), 2, 2)
+    assert param_shardings(axes, sampler).spec == PartitionSpec("tensor", None, None)
+
+
+def test_what_does_not_divide_is_named() -> None:
+    mesh = make_trainer_mesh(jax.devices(), data=2, fsdp=2, context=2)
+    rows = PartitionSpec(("data", "fsdp"), "context")
+    check_divides("tokens", (4, 6), rows, mesh)
+    message = r"tokens: 6 of shape \(6, 6\) must be a multiple of the mesh's data = 2 x fsdp = 2"
+    with pytest.raises(ValueError, match=message):
+        check_divides("tokens", (6, 6), rows, mesh)
 
 
 def test_replicated_is_whole_everywhere() -> None:

@@ -1,6 +1,7 @@
 """[P] Kimi delta attention: the functions models call, and which backend runs them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -10,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 
 from rl_jax.arrays import CHUNK, Array
 from rl_jax.kernels.choice import choose
+from rl_jax.kernels.kda import context, pallas_tpu, pallas_tpu_decode, triton_launch, xla
 from rl_jax.kernels.kda import pages as xla_pages
-from rl_jax.kernels.kda import pallas_tpu, pallas_tpu_decode, triton_launch, xla
 from rl_jax.kernels.kda.anchor import STRONGEST_BOUND
 from rl_jax.kernels.kda.checks import (
     OPERANDS,
@@ -26,17 +27,17 @@ from rl_jax.kernels.kda.checks import (
 from rl_jax.kernels.kda.gates import bounded_gate, softplus_gate
 from rl_jax.kernels.kda.recurrent import SHORT
 from rl_jax.kernels.pages import DevicePool
-from rl_jax.sharding import DATA, TENSOR, on_each_device
+from rl_jax.sharding import CONTEXT, ROWS, TENSOR, degree, on_each_device
 
 __all__ = ["SHORT", "backends", "bounded_gate", "chunked", "decode", "softplus_gate"]
 
-_TOKENS, _STATE = PartitionSpec(DATA, None, TENSOR), PartitionSpec(DATA, TENSOR)
+_TOKENS, _STATE = PartitionSpec(ROWS, CONTEXT, TENSOR), PartitionSpec(ROWS, TENSOR)
 OPERAND_CUTS = dict.fromkeys(("q", "k", "v", "g", "beta"), _TOKENS) | {
     "state": _STATE,
-    "reset": PartitionSpec(DATA),
+    "reset": PartitionSpec(ROWS, CONTEXT),
 }
-"""Rows over the data axis, heads over the tensor axis."""
-RESULT_CUTS = (_TOKENS, _STATE, PartitionSpec(None, DATA, TENSOR))
+"""Where rows, tokens of a row and heads lie on a mesh."""
+RESULT_CUTS = (_TOKENS, _STATE, PartitionSpec(None, ROWS, TENSOR))
 """The same of out, final and the states after every chunk."""
 
 
@@ -89,8 +90,9 @@ def chunked(
     below `lower_bound`, or has no bound where that is None; that g keeps to a bound is not checked,
     and below -5.82 it gives NaN. Padding tokens have k = v = beta = g = 0. Where `reset` is true
     the state is zeroed before the chunk. With `export` also the states after every chunk,
-    [N, R, H, K, V], before any reset of the next. Differentiable in everything but `reset`.
-    A traced state is not checked for values that are not finite.
+    [N, R, H, K, V], before any reset of the next; not where a mesh cuts the tokens of a row.
+    Differentiable in everything but `reset`. A traced state is not checked for values that are not
+    finite.
     Equations: arXiv 2510.26692, sec. 3.
     """
     check_operands(q, k, v, g, beta)
@@ -117,7 +119,14 @@ def chunked(
         made = chosen.chunked(*operands, bounded=lower_bound is not None, export=export)
         return tuple(x for x in made if x is not None)
 
-    if chosen.opaque:
+    if degree(CONTEXT) > 1:
+        if export:
+            raise ValueError("export: not where a mesh cuts the tokens of a row (context > 1)")
+        local = partial(chunked, lower_bound=lower_bound, backend=backend)
+        run = on_each_device(
+            partial(context.chunked, local, axis=CONTEXT), OPERAND_CUTS, RESULT_CUTS[:2]
+        )
+    elif chosen.opaque:
         run = on_each_device(run, OPERAND_CUTS, RESULT_CUTS[: 3 if export else 2])
     return run(q, k, v, g, beta, state, reset)
 

@@ -6,16 +6,18 @@ state, whose values are zero. One gather of (M, B) then gives every device what 
 Past a reset the map is not multiplied at all, for 0 x NaN would take one sequence into the next.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from rl_jax.arrays import CHUNK, Array
-from rl_jax.kernels.kda import api
 from rl_jax.kernels.kda.checks import check_operands, check_state, exact
 
 
 def chunked(
+    local: Callable[..., tuple[Array, ...]],
     q: Float[Array, "R L H K"],
     k: Float[Array, "R L H K"],
     v: Float[Array, "R L H V"],
@@ -25,27 +27,24 @@ def chunked(
     reset: Bool[Array, "R N"] | None = None,
     *,
     axis: str,
-    lower_bound: float | None = -5.0,
-    backend: str | None = None,
 ) -> tuple[Float[Array, "R L H V"], Float[Array, "R H K V"]]:
-    """`api.chunked` of tokens in contiguous shards of L along `axis`, L a multiple of 64.
+    """`local` of tokens in contiguous shards of L along `axis`, L a multiple of 64.
 
+    `local(q, k, v, g, beta, state, reset) -> (out, final)` is `api.chunked` of some options, for
+    values of any width; it gets V + K columns.
     `state` enters the first shard and is the same on all devices, as is the final state of the
     last that comes back; a gradient taken inside `shard_map` counts that state once per device.
-    The backend must run values of width V + K, and every mesh axis must be manual where it is a
-    kernel of Pallas or Triton.
+    Every mesh axis must be manual where `local` runs a kernel of Pallas or Triton.
     """
     shape = _state_shape(q, k, v, g, beta, state)
     if jax.lax.axis_size(axis) == 1:
-        out, final = api.chunked(
-            q, k, v, g, beta, state, reset, lower_bound=lower_bound, backend=backend
-        )
+        out, final = local(q, k, v, g, beta, state, reset)
         return out, final
     if state is None:
         state = jnp.zeros(shape, g.dtype)
     rows, _, width, _ = shape
     identity = jnp.broadcast_to(jnp.eye(width, dtype=g.dtype), (*shape[:3], width))
-    out, shard = api.chunked(
+    out, shard = local(
         q,
         k,
         jnp.concatenate([v, jnp.zeros_like(k)], -1),
@@ -53,8 +52,6 @@ def chunked(
         beta,
         jnp.concatenate([jnp.zeros_like(state), identity], -1),
         reset,
-        lower_bound=lower_bound,
-        backend=backend,
     )
     if reset is None:
         reset = jnp.zeros((rows, q.shape[1] // CHUNK), bool)
