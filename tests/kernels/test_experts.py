@@ -1,0 +1,121 @@
+"""Mixtures of experts: float64 oracle, gradients, padding, bits beside other tokens."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_jax.kernels.experts import api, reference
+from rl_jax.sharding import make_mesh, make_trainer_mesh
+
+D, F, E, K = 12, 10, 5, 3
+
+
+def case(tokens, seed=0, dtype=np.float32):
+    """x, choices (a token's differ; every seventh token is padding), weights, gate, up, down."""
+    random = np.random.default_rng(seed)
+    choices = np.argsort(random.random((tokens, E)))[:, :K].astype(np.int32)
+    choices[::7] = -1
+    shapes = (tokens, D), (tokens, K), (E, D, F), (E, D, F), (E, F, D)
+    x, weights, *matrices = (random.standard_normal(shape) for shape in shapes)
+    parts = (x.astype(dtype), choices, weights.astype(dtype), *(m.astype(dtype) for m in matrices))
+    return tuple(jnp.asarray(part) for part in parts)
+
+
+def with_gradients(function, case):
+    """The output, then gradients of all operands but the choices."""
+    x, choices, *rest = case
+    out, pull = jax.vjp(lambda x, *rest: function(x, choices, *rest), x, *rest)
+    return out, *pull(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+
+def distance(one, other):
+    one, other = np.float64(one), np.float64(other)
+    return np.linalg.norm(one - other) / np.linalg.norm(other)
+
+
+def test_values_and_gradients_are_those_of_every_expert_on_every_token():
+    with jax.enable_x64(True):
+        wanted = with_gradients(reference.mix, case(40, dtype=np.float64))
+        exact = jax.jit(lambda *x: with_gradients(api.mix, x))(*case(40, dtype=np.float64))
+        for one, other in zip(exact, wanted, strict=True):
+            assert distance(one, other) < 1e-13
+    for one, other in zip(with_gradients(api.mix, case(40)), wanted, strict=True):
+        assert distance(one, other) < 1e-6
+
+
+def test_a_choice_of_no_expert_adds_nothing_and_has_no_gradient():
+    x, choices, weights, *matrices = case(8)
+    choices = choices.at[1, 0].set(-1)
+    x = x.at[0].set(np.inf)
+    out, d_x, d_weights, *_ = with_gradients(api.mix, (x, choices, weights, *matrices))
+    assert not np.any(out[0]) and not np.any(d_x[0]) and not np.any(d_weights[0])
+    assert d_weights[1, 0] == 0.0
+    kept = weights.at[1, 0].set(0.0), matrices
+    want = reference.mix(x.at[0].set(0.0), choices, kept[0], *kept[1])
+    np.testing.assert_allclose(out[1:], want[1:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["alone among others", "all to one expert"])
+def test_neighbours_change_no_bit(name):
+    x, choices, weights, *matrices = case(64)
+    own = api.mix(x, choices, weights, *matrices)
+    others = case(64, seed=1)
+    mixed = others[0].at[9].set(x[9]), others[1].at[9].set(choices[9]), weights
+    if name == "all to one expert":
+        mixed = mixed[0], jnp.full_like(choices, 2).at[9].set(choices[9]), weights
+    np.testing.assert_array_equal(api.mix(*mixed, *matrices)[9], own[9])
+
+
+def wide(seed=0):
+    """Rows [8, 16], of sizes that divide over every mesh."""
+    random = np.random.default_rng(seed)
+    choices = np.argsort(random.random((8, 16, 8)))[..., :K].astype(np.int32)
+    choices[:, ::7] = -1
+    shapes = (8, 16, 16), (8, 16, K), (8, 16, 8), (8, 16, 8), (8, 8, 16)
+    x, *rest = (np.float32(random.standard_normal(shape)) for shape in shapes)
+    return tuple(map(jnp.asarray, (x, choices, *rest)))
+
+
+def test_blocks_of_tokens_give_what_one_product_gives():
+    operands = wide()
+    blocks = partial(api.mix, block=24)
+    wanted = jax.jit(lambda *x: with_gradients(api.mix, x))(*operands)
+    for one, other in zip(with_gradients(blocks, operands), wanted, strict=True):
+        assert distance(one, other) < 1e-6
+
+
+@pytest.mark.parametrize("place", ["experts and widths", "tokens", "sampler"])
+def test_a_mesh_computes_what_one_device_does(place):
+    operands, devices = wide(), jax.devices()
+    mesh = {
+        "experts and widths": partial(make_trainer_mesh, devices, fsdp=2, expert=2, tensor=2),
+        "tokens": partial(make_trainer_mesh, devices, context=2, expert=4),
+        "sampler": partial(make_mesh, devices, 2, 4),
+    }[place]()
+    wanted = jax.jit(lambda *x: with_gradients(api.mix, x))(*operands)
+    with jax.set_mesh(mesh):
+        run = partial(api.mix, block=24)
+        got = jax.jit(lambda *x: with_gradients(run, x))(*operands)
+    for one, other in zip(jax.block_until_ready(got), wanted, strict=True):
+        assert distance(one, other) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "message"),
+    [
+        (0, jnp.zeros((8, D + 1)), "x: width 13 must be gate's 12"),
+        (1, jnp.zeros((7, K), jnp.int32), r"choices: shape \(7, 3\) must be \(8,\)"),
+        (2, jnp.zeros((8, K + 1)), r"weights: shape \(8, 4\) must be choices' \(8, 3\)"),
+        (4, jnp.zeros((E, D, F + 1)), r"up: shape \(5, 12, 11\) must be gate's"),
+        (5, jnp.zeros((E, D, F)), r"down: shape \(5, 12, 10\) must be \(5, 10, 12\)"),
+        (5, jnp.zeros((E, F, D), jnp.bfloat16), "down: bfloat16 must be x's float32"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(index, value, message):
+    operands = list(case(8))
+    operands[index] = value
+    with pytest.raises((ValueError, TypeError), match=message):
+        getattr(api.mix, "__wrapped__", api.mix)(*operands)
