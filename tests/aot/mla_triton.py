@@ -22,8 +22,8 @@ from tests.aot.h200 import TARGET, assembled, checked, compiled
 
 KINDS = {
     "float32": "log_mass delta peaks masses sums",
-    "integer": "heads length count lines parts width",
-    "int32": "segments first clear last pages positions n_valid",
+    "integer": "heads length keys count lines parts width",
+    "int32": "segments of_keys at first clear last pages positions n_valid",
     "uint32": "pool",
 }
 """Kind of a parameter by name; every other is an operand."""

@@ -106,7 +106,7 @@ def test_inside_another_shard_map_a_kernel_is_called_as_it_is(seen):
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("context",))
     tokens, whole = PartitionSpec(None, "context"), PartitionSpec()
     run = jax.shard_map(
-        partial(context.chunked, axis="context"),
+        partial(context.chunked, kda.chunked, axis="context"),
         in_specs=((tokens,) * 5 + (whole,)),
         out_specs=(tokens, whole),
         check_vma=False,

@@ -126,13 +126,13 @@ def test_write_changes_the_tokens_words_alone(case):
     assert np.array_equal(got, want.reshape(pool.shape))
 
 
-def packed_heads(widths):
+def packed_heads(widths, length):
     """Rows of three segments and of one, with padding in between, after and none."""
     rng = np.random.default_rng(5)
-    segments = np.full((2, 320), -1, np.int32)
+    segments = np.full((2, length), -1, np.int32)
     segments[0, :100], segments[0, 128:129], segments[0, 192:300] = 0, 1, 2
     segments[1] = 0
-    return *(rng.standard_normal((2, 320, 2, w)).astype(np.float32) for w in widths), segments
+    return *(rng.standard_normal((2, length, 2, w)).astype(np.float32) for w in widths), segments
 
 
 def dense(q, k, v, segments, scale):
@@ -144,7 +144,8 @@ def dense(q, k, v, segments, scale):
     return jnp.einsum("rhij,rjhd->rihd", jnp.where(seen, weights, 0.0), v)
 
 
-def test_heads_and_their_gradients(monkeypatch):
+@pytest.mark.parametrize("shards", [1, 3])
+def test_heads_and_their_gradients(monkeypatch, shards):
     """Blocks of 128, so that some pairs have no segment in common and are skipped.
 
     By the quicker of Pallas's interpreters: splash attention's DMAs are not ours to test.
@@ -156,7 +157,7 @@ def test_heads_and_their_gradients(monkeypatch):
 
     monkeypatch.setattr(pallas_tpu.splash, "SplashAttentionKernel", interpreted)
     monkeypatch.setattr(pallas_tpu, "BLOCK", 128)
-    q, k, v, segments = packed_heads((24, 24, 16))
+    q, k, v, segments = packed_heads((24, 24, 16), 320 if shards == 1 else 384)
     weights = np.random.default_rng(6).standard_normal(v.shape).astype(np.float32)
 
     def both(attend, *operands):
@@ -164,7 +165,15 @@ def test_heads_and_their_gradients(monkeypatch):
         return out, *pull(jnp.asarray(weights, out.dtype))
 
     def ours(q, k, v):
-        return pallas_tpu.attend_heads(q, k, v, jnp.asarray(segments), scale=0.3)
+        ids, length = jnp.asarray(segments), q.shape[1] // shards
+        if shards == 1:
+            return pallas_tpu.attend_heads(q, k, v, ids, scale=0.3)
+        outs = []
+        for at in range(0, q.shape[1], length):
+            own = slice(at, at + length)
+            options = {"scale": 0.3, "first": at, "key_segments": ids}
+            outs.append(pallas_tpu.attend_heads(q[:, own], k, v, ids[:, own], **options))
+        return jnp.concatenate(outs, 1)
 
     got = jax.jit(partial(both, ours))(q, k, v)
     with jax.enable_x64(True):
@@ -199,7 +208,8 @@ def test_float32_products_keep_all_bits(dtype):
 
 def test_skipped_blocks_are_those_without_a_segment_in_common():
     segments = np.repeat([0, 0, 1, -1, 2, 2, 2, -1], 4).astype(np.int32)
-    masks = pallas_tpu._block_masks(jnp.asarray(segments), 8)
+    ids = jnp.asarray(segments)
+    masks = pallas_tpu._block_masks(ids, ids, jnp.int32(0), 8)
     meet = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     nearest_key = [[0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2], [2, 2, 2, 3]]
     nearest_query = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 3, 3]]
@@ -207,6 +217,22 @@ def test_skipped_blocks_are_those_without_a_segment_in_common():
         assert mask.block_mask is not None and mask.data_next is not None
         assert np.array_equal(mask.block_mask[0], meet)
         assert np.array_equal(mask.data_next[0], nearest)
+
+
+def test_blocks_of_a_shard_meet_those_of_the_whole_row():
+    """Rows 2 and 3 of the table of all blocks; queries count from the shard's first."""
+    segments = jnp.asarray(np.repeat([0, 0, 1, -1, 2, 2, 2, -1], 4).astype(np.int32))
+    masks = pallas_tpu._block_masks(segments[16:], segments, jnp.int32(16), 8)
+    nearest_key, nearest_query = [[2, 2, 2, 2], [2, 2, 2, 3]], [[0, 0, 0, 0], [0, 0, 1, 1]]
+    for mask, nearest in zip(masks, (nearest_key, nearest_query), strict=True):
+        assert mask.block_mask is not None and mask.data_next is not None
+        assert np.array_equal(mask.block_mask[0], [[0, 0, 1, 0], [0, 0, 1, 1]])
+        assert np.array_equal(
+            mask.data_next[0] * mask.block_mask[0], np.array(nearest) * mask.block_mask[0]
+        )
+        assert np.array_equal(mask.q_sequence, np.arange(16, 32))
+    assert masks[1].data_next is not None
+    assert np.all(np.isin(masks[1].data_next, (0, 1)))
 
 
 def test_what_cannot_run_is_named():

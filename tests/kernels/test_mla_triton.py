@@ -22,38 +22,50 @@ def seen(row):
     return (row[:, None] == row) & (row >= 0) & (index[:, None] >= index)
 
 
+SHARDS = [(0, 320), (64, 128), (192, 128), (256, 64)]
+"""First token and number of the queries."""
+
+
 @pytest.mark.parametrize("block", [64, 128])
-def test_no_seen_key_is_skipped_and_clear_blocks_are_seen_whole(block):
-    first, clear = (np.asarray(x) for x in triton_launch.key_spans(jnp.asarray(SEGMENTS), block))
+@pytest.mark.parametrize(("at", "length"), SHARDS)
+def test_no_seen_key_is_skipped_and_clear_blocks_are_seen_whole(block, at, length):
+    own = jnp.asarray(SEGMENTS[:, at : at + length])
+    spans = triton_launch.key_spans(own, jnp.asarray(SEGMENTS), at, block)
+    first, clear = (np.asarray(x) for x in spans)
     assert not np.any(first % 64) and not np.any(clear % 64)
     for r, row in enumerate(SEGMENTS):
         for n in range(first.shape[1]):
-            start, end = n * block, min((n + 1) * block, len(row))
+            start, end = at + n * block, min(at + (n + 1) * block, at + length)
             mask, real = seen(row)[start:end], row[start:end] >= 0
             assert not mask[:, : first[r, n]].any()
             assert mask[real, clear[r, n] : start].all()
             keys = np.flatnonzero(mask.any(0))
-            assert first[r, n] == (keys[0] // 64 * 64 if len(keys) else (n + 1) * block)
+            none = at + (n + 1) * block
+            assert first[r, n] == (keys[0] // 64 * 64 if len(keys) else none)
 
 
 @pytest.mark.parametrize("block", [64, 128])
-def test_no_seeing_query_is_skipped_and_clear_blocks_see_all(block):
-    last, clear = (np.asarray(x) for x in triton_launch.query_spans(jnp.asarray(SEGMENTS), block))
+@pytest.mark.parametrize(("at", "length"), SHARDS)
+def test_no_seeing_query_is_skipped_and_clear_blocks_see_all(block, at, length):
+    spans = triton_launch.query_spans(jnp.asarray(SEGMENTS), at, length, block)
+    last, clear = (np.asarray(x) for x in spans)
     assert not np.any(last % 64) and not np.any(clear % 64)
     for r, row in enumerate(SEGMENTS):
         for n in range(last.shape[1]):
             start, end = n * block, min((n + 1) * block, len(row))
-            mask = seen(row)[:, start:end]
+            mask = seen(row)[at : at + length, start:end]
             assert not mask[last[r, n] :].any()
-            assert mask[end : clear[r, n]].all()
-            queries = np.flatnonzero(mask.any(1))
-            assert last[r, n] == (-(-(queries[-1] + 1) // 64) * 64 if len(queries) else 0)
+            assert mask[max(end - at, 0) : clear[r, n]].all()
+            queries = np.flatnonzero(seen(row)[:, start:end].any(1))
+            wanted = -(-(queries[-1] + 1) // 64) * 64 - at if len(queries) else 0
+            assert last[r, n] == min(max(wanted, 0), length)
 
 
 def test_one_long_segment_needs_masks_on_the_diagonal_only():
     row = jnp.zeros((1, 256), jnp.int32)
-    assert [x.tolist() for x in triton_launch.key_spans(row, 128)] == [[[0, 0]], [[0, 0]]]
-    assert [x.tolist() for x in triton_launch.query_spans(row, 128)] == [[[256] * 2], [[256] * 2]]
+    assert [x.tolist() for x in triton_launch.key_spans(row, row, 0, 128)] == [[[0, 0]], [[0, 0]]]
+    spans = triton_launch.query_spans(row, 0, 256, 128)
+    assert [x.tolist() for x in spans] == [[[256] * 2], [[256] * 2]]
 
 
 @pytest.mark.parametrize(

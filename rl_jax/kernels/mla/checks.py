@@ -19,10 +19,11 @@ def check_rows(q: Array, latents: Array, value_width: int) -> None:
 
 
 def check_heads(q: Array, k: Array, v: Array) -> None:
-    """Queries [R, L, H, A], keys [R, S, H, A], values [R, S, H, V]: as `check_rows`."""
+    """Queries [R, L, H, A], keys [R, S, G, A], values [R, S, G, V]: as `check_rows`."""
     _check_queries(q)
     rows, _, heads, width = q.shape
-    _check("k", k, (rows, *k.shape[1:2], heads, width), q)
+    groups = k.shape[2] if k.ndim == 4 and k.shape[2] and heads % k.shape[2] == 0 else heads
+    _check("k", k, (rows, *k.shape[1:2], groups, width), q)
     _check("v", v, (*k.shape[:3], *v.shape[-1:]), q)
 
 

@@ -1,13 +1,17 @@
 """[P] Causal attention of rows that lie in shards along a mesh axis, inside `shard_map`.
 
 Keys, values and segments of all shards are gathered; a device's queries go over them in the order
-of one device. The transpose of the gather adds the gradients up and scatters them. The backward
-pass gathers once more, so a layer keeps its own shard alone.
+of one device. Heads with keys of their own go in as many parts as there are shards, so that what is
+gathered at once is no larger than a shard of all heads. The transpose of the gather adds the
+gradients up and scatters them. The backward pass gathers once more, so a layer keeps its own shard
+alone.
 """
 
 from collections.abc import Callable
+from math import gcd
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import Float, Int
 
@@ -42,17 +46,21 @@ def attend_rows(
 
 def attend_heads(
     q: Float[Array, "R L H A"],
-    k: Float[Array, "R L H A"],
-    v: Float[Array, "R L H V"],
+    k: Float[Array, "R L G A"],
+    v: Float[Array, "R L G V"],
     segments: Int[Array, "R L"],
     *,
     scale: float,
     axis: str,
+    local: Callable[..., Array] = xla.attend_heads,
 ) -> Float[Array, "R L H V"]:
-    """`xla.attend_heads` of tokens in contiguous shards of L along `axis`, L a multiple of 64."""
+    """`local` of tokens in contiguous shards of L along `axis`, L a multiple of 64.
 
-    def attend(q: Array, k: Array, v: Array, segments: Array) -> Array:
-        return xla.attend_heads(
+    `local(q, k, v, segments, *, scale, first, key_segments)` as `xla.attend_heads`.
+    """
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        return local(
             q,
             _whole(k, axis),
             _whole(v, axis),
@@ -62,14 +70,25 @@ def attend_heads(
             key_segments=_whole(segments, axis),
         )
 
-    return _gathered_again(attend)(q, k, v, segments)
+    run, parts = _gathered_again(attend), gcd(jax.lax.axis_size(axis), k.shape[2])
+    if parts == 1:
+        return run(q, k, v)
+    operands = tuple(_in_parts(x, parts) for x in (q, k, v))
+    out = jax.lax.map(lambda own: run(*own), operands)
+    return jnp.moveaxis(out, 0, 2).reshape(*q.shape[:3], v.shape[-1])
+
+
+def _in_parts(x: Float[Array, "R L H A"], parts: int) -> Float[Array, "P R L h A"]:
+    """Heads that lie side by side together."""
+    rows, length, heads, width = x.shape
+    return jnp.moveaxis(x.reshape(rows, length, parts, heads // parts, width), 2, 0)
 
 
 def _gathered_again(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """`attend` whose backward pass keeps no gathered row, nor the values cut from one."""
+    """`attend` whose backward pass keeps no gathered row, nor what is cut or copied from one."""
 
     def kept(primitive: Primitive, *_: object, **__: object) -> bool:
-        return primitive.name not in ("all_gather", "slice")
+        return primitive.name not in ("all_gather", "slice", "transpose")
 
     return jax.checkpoint(attend, policy=kept)
 

@@ -71,12 +71,14 @@ def fold_values(
 def fold(
     carry: tuple[Array, Array],
     q: Float[Array, "H L W"],
-    keys: Float[Array, "C W"],
+    entries: Float[Array, "C E"],
     mask: Bool[Array, "L C"],
     scale: float,
 ) -> tuple[Array, Array]:
-    """`fold_values` over keys that all heads share and whose first V numbers are their values."""
-    values = with_mass(keys[..., : carry[1].shape[-1] - 1])
+    """`fold_values` over entries that all heads share: the last W numbers of one are its key, the
+    first V its value."""
+    values = with_mass(entries[..., : carry[1].shape[-1] - 1])
+    keys = entries[..., entries.shape[-1] - q.shape[-1] :]
     return fold_values(carry, q, keys, values, mask, scale)
 
 

@@ -22,18 +22,20 @@ def attend_pages(
     positions: Int[Array, " R"],
     n_valid: Int[Array, " R"],
     *,
+    width: int,
     value_width: int,
     scale: float,
 ) -> Float[Array, "R n H V"]:
     """Causal attention of n tokens per request to pages that already hold them.
 
-    In blocks of 64 queries and 64 keys, as `attend_rows`.
+    In blocks of 64 queries and 64 keys, as `attend_rows`. A token has `width` numbers, of which the
+    last W are its key.
     """
-    rows, n, heads, width = q.shape
+    rows, n, heads, key_width = q.shape
     block = min(n, CHUNK)
     length = round_up(n, block)
     q = jnp.pad(q, ((0, 0), (0, length - n), (0, 0), (0, 0)))
-    queries = q.reshape(-1, block, heads, width).swapaxes(1, 2)
+    queries = q.reshape(-1, block, heads, key_width).swapaxes(1, 2)
     per_row = length // block
 
     def one(place: tuple[Array, Array]) -> Float[Array, "H C V"]:
@@ -41,7 +43,8 @@ def attend_pages(
         row, first = number // per_row, number % per_row * block
         start, valid = positions[row], n_valid[row]
         written = jnp.where(valid > first, start + valid, 0)
-        return _attend(queries, pool, pages[row], start + first, written, value_width, scale)
+        here = start + first
+        return _attend(queries, pool, pages[row], here, written, width, value_width, scale)
 
     out = jax.lax.map(one, (jnp.arange(rows * per_row, dtype=positions.dtype), queries))
     return out.swapaxes(1, 2).reshape(rows, length, heads, value_width)[:, :n]
@@ -53,21 +56,22 @@ def _attend(
     pages: Int[Array, " S"],
     position: Int[Array, ""],
     written: Int[Array, ""],
+    width: int,
     value_width: int,
     scale: float,
 ) -> Float[Array, "H C V"]:
     """A block of one row's queries, the first at `position`, over pages with `written` tokens."""
-    _, n, width = q.shape
+    n = q.shape[1]
     query = position + jnp.arange(n)
 
     def step(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         page = pages[number]
-        keys = read_lines(pool, page, jnp.zeros_like(page), CHUNK * width).reshape(CHUNK, width)
+        entries = read_lines(pool, page, jnp.zeros_like(page), CHUNK * width).reshape(CHUNK, width)
         key = number * CHUNK + jnp.arange(CHUNK)
         exists = key < written
-        keys = jnp.where(exists[:, None], keys, 0.0).astype(q.dtype)  # garbage may be NaN
+        entries = jnp.where(exists[:, None], entries, 0.0).astype(q.dtype)  # garbage may be NaN
         mask = (key <= query[:, None]) & exists
-        return online.fold(carry, q, keys, mask, scale)
+        return online.fold(carry, q, entries, mask, scale)
 
     used = -(-jnp.minimum(written, position + n) // CHUNK)
     out = online.finish(jax.lax.fori_loop(0, used, step, online.empty(q, value_width)))

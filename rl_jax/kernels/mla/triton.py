@@ -119,7 +119,7 @@ def _is_seen(row_of_query, row_of_key, of_query, of_key):
 
 @triton.jit
 def _fold_keys(
-    q0, q1, of_query, query, k, v, segments, row, begin, end, heads, peak, mass, total,
+    q0, q1, of_query, query, k, v, of_keys, row, begin, end, heads, peak, mass, total,
     MASKED: tl.constexpr, SCALE: tl.constexpr, A: tl.constexpr, A0: tl.constexpr, A1: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -133,49 +133,51 @@ def _fold_keys(
         seen = None
         if MASKED:
             key = n + tl.arange(0, BN)
-            seen = _is_seen(query, key, of_query, tl.load(segments + row + key))
+            seen = _is_seen(query, key, of_query, tl.load(of_keys + row + key))
         peak, mass, total = _fold(scores, seen, values, peak, mass, total, SCALE, TYPE)
     return peak, mass, total
 
 
 @triton.jit
 def heads_forward(
-    q, k, v, segments, first, clear, heads, length, out, log_mass,
+    q, k, v, segments, of_keys, at, first, clear, heads, length, keys, out, log_mass,
     SCALE: tl.constexpr, A: tl.constexpr, A0: tl.constexpr, A1: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BM queries of a head of a row: one program. The last block, the longest, is first.
 
-    Keys from `first` on are of some query's segment; those from `clear` on and before the block are
-    of every query's. SCALE includes log2 e. Padding gets zeros, and a mass so large that the
-    backward pass gives it no weight.
+    A row's `length` queries are tokens at[0].. of its `keys` keys, at[0] a multiple of 64. From
+    `first` on keys are of some query's segment; those from `clear` on and before the block are of
+    every query's. SCALE includes log2 e. Padding gets zeros, and a mass so large that the backward
+    pass gives it no weight.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, r = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row, start = r * length, block * BM
-    query = start + tl.arange(0, BM)
-    inside = query < length
-    of_query = tl.load(segments + row + query, mask=inside, other=-1)
-    place = (row + start) * heads + head
+    own = block * BM + tl.arange(0, BM)
+    inside = own < length
+    of_query = tl.load(segments + r * length + own, mask=inside, other=-1)
+    place = (r * length + block * BM) * heads + head
     q0, q1 = _read_parts(q + place * A, heads * A, inside, BM, A, A0, A1)
     begin = tl.load(first + r * tl.num_programs(0) + block)
     plain = tl.load(clear + r * tl.num_programs(0) + block)
     peak = tl.full([BM], LOWEST, tl.float32)
     mass = tl.zeros([BM], tl.float32)
     total = tl.zeros([BM, BV], tl.float32)
+    row, start = r * keys, tl.load(at) + block * BM
+    query = start + tl.arange(0, BM)
     k += head * A
     v += head * V
     peak, mass, total = _fold_keys(
-        q0, q1, of_query, query, k, v, segments, row, begin, tl.minimum(plain, start), heads,
+        q0, q1, of_query, query, k, v, of_keys, row, begin, tl.minimum(plain, start), heads,
         peak, mass, total, True, SCALE, A, A0, A1, V, BV, BN,
     )  # fmt: skip
     peak, mass, total = _fold_keys(
-        q0, q1, of_query, query, k, v, segments, row, plain, start, heads,
+        q0, q1, of_query, query, k, v, of_keys, row, plain, start, heads,
         peak, mass, total, False, SCALE, A, A0, A1, V, BV, BN,
     )  # fmt: skip
     peak, mass, total = _fold_keys(
-        q0, q1, of_query, query, k, v, segments, row, tl.maximum(begin, start),
-        tl.minimum(start + BM, length), heads,
+        q0, q1, of_query, query, k, v, of_keys, row, tl.maximum(begin, start),
+        tl.minimum(start + BM, keys), heads,
         peak, mass, total, True, SCALE, A, A0, A1, V, BV, BN,
     )  # fmt: skip
     real = of_query >= 0
@@ -183,12 +185,12 @@ def heads_forward(
     total = tl.where(real[:, None], total / mass[:, None], 0.0)
     _write(out + place * V, heads * V, inside, total, BM, 0, BV, V)
     logs = tl.where(real, peak * SCALE + tl.log2(mass), -LOWEST)
-    tl.store(log_mass + (r * heads + head) * length + query, logs, mask=inside)
+    tl.store(log_mass + (r * heads + head) * length + own, logs, mask=inside)
 
 
 @triton.jit
 def _pull_queries(
-    q0, q1, outer, logs, inner, of_query, query, k, v, segments, row, begin, end, heads, dq0, dq1,
+    q0, q1, outer, logs, inner, of_query, query, k, v, of_keys, row, begin, end, heads, dq0, dq1,
     MASKED: tl.constexpr, SCALE: tl.constexpr, A: tl.constexpr, A0: tl.constexpr, A1: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +204,7 @@ def _pull_queries(
         weights = tl.exp2(tl.fma(scores, SCALE, -logs[:, None]))
         if MASKED:
             key = n + tl.arange(0, BN)
-            seen = _is_seen(query, key, of_query, tl.load(segments + row + key))
+            seen = _is_seen(query, key, of_query, tl.load(of_keys + row + key))
             weights = tl.where(seen, weights, 0.0)
         change = _dot(outer, tl.trans(values), None, TYPE)
         change = weights * (change - inner[:, None])
@@ -214,7 +216,7 @@ def _pull_queries(
 
 @triton.jit
 def heads_query_gradients(
-    q, k, v, do, log_mass, delta, segments, first, clear, heads, length, dq,
+    q, k, v, do, log_mass, delta, segments, of_keys, at, first, clear, heads, length, keys, dq,
     SCALE: tl.constexpr, FACTOR: tl.constexpr,
     A: tl.constexpr, A0: tl.constexpr, A1: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -222,33 +224,34 @@ def heads_query_gradients(
     """Gradients of BM queries: one program. `delta` is sum(do * out); FACTOR scales scores."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, r = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row, start = r * length, block * BM
-    query = start + tl.arange(0, BM)
-    inside = query < length
-    of_query = tl.load(segments + row + query, mask=inside, other=-1)
-    place = (row + start) * heads + head
+    own = block * BM + tl.arange(0, BM)
+    inside = own < length
+    of_query = tl.load(segments + r * length + own, mask=inside, other=-1)
+    place = (r * length + block * BM) * heads + head
     q0, q1 = _read_parts(q + place * A, heads * A, inside, BM, A, A0, A1)
     outer = _read(do + place * V, heads * V, inside, BM, 0, BV, V)
-    at = (r * heads + head) * length + query
-    logs = tl.load(log_mass + at, mask=inside, other=-LOWEST)
-    inner = tl.load(delta + at, mask=inside, other=0.0)
+    kept = (r * heads + head) * length + own
+    logs = tl.load(log_mass + kept, mask=inside, other=-LOWEST)
+    inner = tl.load(delta + kept, mask=inside, other=0.0)
     begin = tl.load(first + r * tl.num_programs(0) + block)
     plain = tl.load(clear + r * tl.num_programs(0) + block)
     dq0 = tl.zeros([BM, A0], tl.float32)
     dq1 = tl.zeros([BM, A1 if A1 > 0 else 16], tl.float32)
+    row, start = r * keys, tl.load(at) + block * BM
+    query = start + tl.arange(0, BM)
     k += head * A
     v += head * V
     dq0, dq1 = _pull_queries(
-        q0, q1, outer, logs, inner, of_query, query, k, v, segments, row,
+        q0, q1, outer, logs, inner, of_query, query, k, v, of_keys, row,
         begin, tl.minimum(plain, start), heads, dq0, dq1, True, SCALE, A, A0, A1, V, BV, BN,
     )  # fmt: skip
     dq0, dq1 = _pull_queries(
-        q0, q1, outer, logs, inner, of_query, query, k, v, segments, row,
+        q0, q1, outer, logs, inner, of_query, query, k, v, of_keys, row,
         plain, start, heads, dq0, dq1, False, SCALE, A, A0, A1, V, BV, BN,
     )  # fmt: skip
     dq0, dq1 = _pull_queries(
-        q0, q1, outer, logs, inner, of_query, query, k, v, segments, row,
-        tl.maximum(begin, start), tl.minimum(start + BM, length), heads,
+        q0, q1, outer, logs, inner, of_query, query, k, v, of_keys, row,
+        tl.maximum(begin, start), tl.minimum(start + BM, keys), heads,
         dq0, dq1, True, SCALE, A, A0, A1, V, BV, BN,
     )  # fmt: skip
     _write(dq + place * A, heads * A, inside, dq0 * FACTOR, BM, 0, A0, A)
@@ -263,7 +266,8 @@ def _pull_keys(
     MASKED: tl.constexpr, SCALE: tl.constexpr, A: tl.constexpr, A0: tl.constexpr, A1: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Adds what queries begin .. end of a row give to a block's keys and values.
+    """Adds what queries begin .. end of a row give to a block's keys and values; `key` counts as
+    they do.
 
     Scores lie transposed, keys x queries, so that they are the products' left operands.
     """
@@ -290,7 +294,7 @@ def _pull_keys(
 
 @triton.jit
 def heads_key_gradients(
-    q, k, v, do, log_mass, delta, segments, last, clear, heads, length, dk, dv,
+    q, k, v, do, log_mass, delta, segments, of_keys, at, last, clear, heads, length, keys, dk, dv,
     SCALE: tl.constexpr, FACTOR: tl.constexpr,
     A: tl.constexpr, A0: tl.constexpr, A1: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -298,19 +302,20 @@ def heads_key_gradients(
     """Gradients of BM keys and values: one program.
 
     Queries before `last` are of some key's segment; those past the block and before `clear` are of
-    every key's.
+    every key's. Both count a row's `length` queries, tokens at[0].. of its `keys` keys.
     """
     block, head = tl.program_id(0), tl.program_id(1)
     r = tl.program_id(2).to(tl.int64)
-    row, start = r * length, block * BM
-    key = start + tl.arange(0, BM)
-    inside = key < length
-    of_key = tl.load(segments + row + key, mask=inside, other=-1)
-    place = (row + start) * heads + head
+    own = block * BM + tl.arange(0, BM)
+    inside = own < keys
+    of_key = tl.load(of_keys + r * keys + own, mask=inside, other=-1)
+    place = (r * keys + block * BM) * heads + head
     k0, k1 = _read_parts(k + place * A, heads * A, inside, BM, A, A0, A1)
     values = _read(v + place * V, heads * V, inside, BM, 0, BV, V)
     end = tl.load(last + r * tl.num_programs(0) + block)
-    plain = tl.maximum(tl.load(clear + r * tl.num_programs(0) + block), start + BM)
+    row, start = r * length, block * BM - tl.load(at)
+    key, begin, past = start + tl.arange(0, BM), tl.maximum(start, 0), tl.maximum(start + BM, 0)
+    plain = tl.maximum(tl.load(clear + r * tl.num_programs(0) + block), past)
     dk0 = tl.zeros([BM, A0], tl.float32)
     dk1 = tl.zeros([BM, A1 if A1 > 0 else 16], tl.float32)
     dvs = tl.zeros([BM, BV], tl.float32)
@@ -320,12 +325,12 @@ def heads_key_gradients(
     delta += (r * heads + head) * length
     dk0, dk1, dvs = _pull_keys(
         k0, k1, values, of_key, key, q, do, log_mass, delta, segments, row,
-        start, tl.minimum(start + BM, end), heads,
+        begin, tl.minimum(past, end), heads,
         dk0, dk1, dvs, True, SCALE, A, A0, A1, V, BV, BN,
     )  # fmt: skip
     dk0, dk1, dvs = _pull_keys(
         k0, k1, values, of_key, key, q, do, log_mass, delta, segments, row,
-        start + BM, plain, heads, dk0, dk1, dvs, False, SCALE, A, A0, A1, V, BV, BN,
+        past, plain, heads, dk0, dk1, dvs, False, SCALE, A, A0, A1, V, BV, BN,
     )  # fmt: skip
     dk0, dk1, dvs = _pull_keys(
         k0, k1, values, of_key, key, q, do, log_mass, delta, segments, row,

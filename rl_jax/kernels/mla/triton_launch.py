@@ -44,6 +44,12 @@ def heads_obstacle(width: int, value_width: int, dtype: DTypeLike, length: int) 
     return _missing() or _unsupported_heads(width, value_width, dtype)
 
 
+def shard_obstacle(width: int, value_width: int, dtype: DTypeLike, length: int, shards: int) -> str:
+    """The same where a row lies in `shards` shards of `length` tokens, whose keys are gathered."""
+    del length, shards
+    return _missing() or _unsupported_heads(width, value_width, dtype)
+
+
 def _missing() -> str:
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
     if missing:
@@ -80,74 +86,82 @@ def _check(fault: str, scale: float) -> None:
 
 def attend_heads(
     q: Float[Array, "R L H A"],
-    k: Float[Array, "R L H A"],
-    v: Float[Array, "R L H V"],
+    k: Float[Array, "R S H A"],
+    v: Float[Array, "R S H V"],
     segments: Int[Array, "R L"],
     *,
     scale: float,
+    first: int | Int[Array, ""] = 0,
+    key_segments: Int[Array, "R S"] | None = None,
 ) -> Float[Array, "R L H V"]:
     """Causal attention inside each segment, every head on keys of its own; see `api.attend_heads`.
 
-    A segment is contiguous. Padding (segment -1) must hold finite numbers and gives zeros.
+    A segment is contiguous. Padding (segment -1) must hold finite numbers and gives zeros. Queries
+    are tokens `first`.. of the rows of keys, `first` a multiple of 64.
     """
     _check(_unsupported_heads(q.shape[-1], v.shape[-1], q.dtype), scale)
-    return _attend_heads(q, k, v, segments.astype(jnp.int32), scale)
+    of_keys = segments if key_segments is None else key_segments
+    at = jnp.asarray(first, jnp.int32).reshape(1)
+    return _attend_heads(q, k, v, segments.astype(jnp.int32), of_keys.astype(jnp.int32), at, scale)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend_heads(q, k, v, segments, scale):
-    return _forward(q, k, v, segments, scale)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend_heads(q, k, v, segments, of_keys, at, scale):
+    return _forward(q, k, v, segments, of_keys, at, scale)[0]
 
 
-def _forward(q, k, v, segments, scale):
+def _forward(q, k, v, segments, of_keys, at, scale):
     rows, length, heads, _ = q.shape
     launch = block_sizes.heads_forward(q.dtype == jnp.bfloat16)
-    first, clear = key_spans(segments, launch.resident)
-    shapes = [_like(v), jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)]
-    operands = q, k, v, segments, first, clear, heads, length
-    grid = first.shape[1], heads, rows
+    spans = key_spans(segments, of_keys, at[0], launch.resident)
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), v.dtype)
+    shapes = [out, jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)]
+    operands = q, k, v, segments, of_keys, at, *spans, heads, length, k.shape[1]
+    grid = spans[0].shape[1], heads, rows
     sizes = _head_sizes(q, v, launch)
     out, log_mass = _call("heads_forward", operands, shapes, grid, launch, scale, **sizes)
-    return out, (q, k, v, segments, out, log_mass)
+    return out, (q, k, v, segments, of_keys, at, out, log_mass)
 
 
 def _backward(scale, saved, do):
-    q, k, v, segments, out, log_mass = saved
-    _, length, heads, _ = q.shape
+    q, k, v, segments, of_keys, at, out, log_mass = saved
+    heads, counts = q.shape[2], (q.shape[2], q.shape[1], k.shape[1])
     bf16 = q.dtype == jnp.bfloat16
     delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), -1).swapaxes(1, 2)
-    operands = q, k, v, do, log_mass, delta, segments
+    operands = q, k, v, do, log_mass, delta, segments, of_keys, at
 
     launch = block_sizes.query_gradients(bf16)
-    spans = key_spans(segments, launch.resident)
+    spans = key_spans(segments, of_keys, at[0], launch.resident)
     sizes = _head_sizes(q, v, launch) | {"FACTOR": scale}
     grid = spans[0].shape[1], heads, q.shape[0]
-    given = *operands, *spans, heads, length
+    given = *operands, *spans, *counts
     (dq,) = _call("heads_query_gradients", given, [_like(q)], grid, launch, scale, **sizes)
 
     launch = block_sizes.key_gradients(bf16)
-    spans = query_spans(segments, launch.resident)
+    spans = query_spans(of_keys, at[0], q.shape[1], launch.resident)
     sizes = _head_sizes(q, v, launch) | {"FACTOR": scale}
     grid = spans[0].shape[1], heads, q.shape[0]
-    given = *operands, *spans, heads, length
+    given = *operands, *spans, *counts
     shapes = [_like(k), _like(v)]
     dk, dv = _call("heads_key_gradients", given, shapes, grid, launch, scale, **sizes)
-    return dq, dk, dv, None
+    return dq, dk, dv, None, None, None
 
 
 _attend_heads.defvjp(_forward, _backward)
 
 
 def key_spans(
-    segments: Int[Array, "R L"], block: int
+    segments: Int[Array, "R L"], of_keys: Int[Array, "R S"], at: int | Array, block: int
 ) -> tuple[Int[Array, "R N"], Int[Array, "R N"]]:
     """Where the keys of each block of queries start, and from where on all of its queries see them.
 
-    Tokens of a row, multiples of 64. A block without a real token has both past its end.
+    Tokens of a row of keys, multiples of 64; queries are tokens at.. of it. A block without a real
+    token has both past its end.
     """
-    starts, _, real = _runs(segments)
-    beyond = (jnp.arange(-(-segments.shape[1] // block), dtype=jnp.int32) + 1) * block
-    some = _blocks(real, block, False)
+    length = segments.shape[1]
+    starts = jax.lax.dynamic_slice_in_dim(_runs(of_keys)[0], at, length, 1)
+    beyond = at + (jnp.arange(-(-length // block), dtype=jnp.int32) + 1) * block
+    some = _blocks(segments >= 0, block, False)
     first = _blocks(starts // CHUNK * CHUNK, block, 0)
     clear = _blocks(-(-starts // CHUNK) * CHUNK, block, 0)
     first = jnp.min(jnp.where(some, first, beyond[:, None]), -1)
@@ -156,12 +170,18 @@ def key_spans(
 
 
 def query_spans(
-    segments: Int[Array, "R L"], block: int
+    of_keys: Int[Array, "R S"], at: int | Array, length: int, block: int
 ) -> tuple[Int[Array, "R N"], Int[Array, "R N"]]:
-    """Where the queries of each block of keys end, and up to where all of its keys are seen."""
-    _, ends, real = _runs(segments)
-    last = _blocks(jnp.where(real, -(-ends // CHUNK) * CHUNK, 0), block, 0)
-    clear = _blocks(jnp.where(real, ends // CHUNK * CHUNK, 0), block, 0)
+    """Where the queries of each block of keys end, and up to where all of its keys are seen.
+
+    Counted from the first of `length` queries, which is token `at` of a row of keys.
+    """
+    _, ends, real = _runs(of_keys)
+
+    def of(ends: Array) -> Array:
+        return _blocks(jnp.where(real, jnp.clip(ends - at, 0, length), 0), block, 0)
+
+    last, clear = of(-(-ends // CHUNK) * CHUNK), of(ends // CHUNK * CHUNK)
     return jnp.max(last, -1), jnp.min(clear, -1)
 
 

@@ -8,6 +8,7 @@ packing nor cuts at multiples of 64 do, nor does skipping the blocks nothing of 
 """
 
 from collections.abc import Callable
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from rl_jax.arrays import CHUNK, Array
 from rl_jax.kernels.mla import online
 from rl_jax.kernels.mla.checks import check_heads, check_rows, check_tokens
 from rl_jax.kernels.mla.spans import keys_seen, queries_seeing
-from rl_jax.sharding import DATA, TENSOR, on_each_device
+from rl_jax.sharding import ROWS, TENSOR, degree, on_each_device
 
 QUERIES = 256
 """So many queries, counted per head, make a block: what it carries stays in a CPU's cache while
@@ -27,7 +28,7 @@ FEWEST, MOST = 16, CHUNK
 """Bounds of a block's queries of one head. One of CHUNK holds one segment where all begin at
 multiples of that, and so sees no block of another."""
 
-_ROWS, _HEADS = PartitionSpec(DATA), PartitionSpec(DATA, None, TENSOR)
+_ROWS, _HEADS = PartitionSpec(ROWS), PartitionSpec(ROWS, None, TENSOR)
 
 
 def attend_rows(
@@ -57,19 +58,21 @@ def attend_rows(
 
 def attend_heads(
     q: Float[Array, "R L H A"],
-    k: Float[Array, "R S H A"],
-    v: Float[Array, "R S H V"],
+    k: Float[Array, "R S G A"],
+    v: Float[Array, "R S G V"],
     segments: Int[Array, "R L"],
     *,
     scale: float,
     first: int | Int[Array, ""] = 0,
     key_segments: Int[Array, "R S"] | None = None,
 ) -> Float[Array, "R L H V"]:
-    """`attend_rows` where each head has its own keys and values, of widths that may differ."""
+    """`attend_rows` where each head, or each group of H / G heads that lie side by side, has its
+    own keys and values, of widths that may differ."""
     check_heads(q, k, v)
 
-    def run(*operands):
-        return (_causal(*operands, scale),)
+    def run(q, k, v, segments, key_segments, first):
+        attend = _grouped if k.shape[2] < q.shape[2] else _causal
+        return (attend(q, k, v, segments, key_segments, first, scale),)
 
     cuts = {"q": _HEADS, "k": _HEADS, "v": _HEADS}
     return _attend(run, cuts, (q, k, v), segments, key_segments, first)
@@ -87,12 +90,27 @@ def _attend(
     would gather them. Rows or heads that do not divide over it lie nowhere in parts."""
     key_segments = segments if key_segments is None else key_segments
     check_tokens(operands[0], operands[1], segments, key_segments, first)
-    mesh = jax.sharding.get_abstract_mesh().shape
-    rows, _, heads, _ = operands[0].shape
-    if not rows % mesh.get(DATA, rows + 1) and not heads % mesh.get(TENSOR, heads + 1):
+    rows, heads = operands[0].shape[0], min(x.shape[2] for x in operands if x.ndim == 4)
+    if not rows % prod(map(degree, ROWS)) and not heads % degree(TENSOR):
         tokens = {"segments": _ROWS, "key_segments": _ROWS, "first": PartitionSpec()}
         run = on_each_device(run, cuts | tokens, (_HEADS,))
     return run(*operands, segments, key_segments, jnp.asarray(first, jnp.int32))[0]
+
+
+def _grouped(q, k, v, segments, key_segments, first, scale):
+    """Each group of heads as a row of its own, whose keys all heads of the row share."""
+    rows, length, heads, width = q.shape
+    groups = k.shape[2]
+
+    def apart(x: Array) -> Array:
+        x = x.swapaxes(1, 2)
+        return x.reshape(-1, *x.shape[2:])
+
+    q = apart(q.reshape(rows, length, groups, heads // groups, width))
+    tokens = (jnp.repeat(x, groups, 0) for x in (segments, key_segments))
+    out = _causal(q, apart(k), apart(v), *tokens, first, scale)
+    out = out.reshape(rows, groups, length, heads // groups, v.shape[-1]).swapaxes(1, 2)
+    return out.reshape(rows, length, heads, v.shape[-1])
 
 
 def block_size(heads: int, length: int) -> int:
