@@ -16,6 +16,8 @@ class Rows(NamedTuple):
     """Trajectory number within the row, -1 on padding."""
     reset: Bool[Array, "R N"]
     """True where a chunk begins another segment than the chunk before it holds."""
+    positions: Int[Array, "R L"] | None
+    """Within the trajectory; None where no layer asks for them."""
 
 
 class Step(NamedTuple):
@@ -30,6 +32,10 @@ class Step(NamedTuple):
     width: int
     """The n of the caller; inputs of layers are padded beyond it."""
 
+    def places(self, length: int) -> Int[Array, "R length"]:
+        """Positions of the tokens."""
+        return self.positions[:, None] + jnp.arange(length)
+
     def valid(self, length: int) -> Bool[Array, "R length"]:
         return jnp.arange(length) < self.n_valid[:, None]
 
@@ -39,8 +45,8 @@ class Step(NamedTuple):
         return jnp.where(began, kept, 0.0)
 
 
-def rows_of(segments: Int[Array, "R L"]) -> Rows:
+def rows_of(segments: Int[Array, "R L"], positions: Int[Array, "R L"] | None = None) -> Rows:
     """The layout of packed rows; a chunk belongs to the segment of its first token."""
     first = segments[:, ::CHUNK]
     before = jnp.pad(first, ((0, 0), (1, 0)), constant_values=-2)[:, :-1]
-    return Rows(segments, first != before)
+    return Rows(segments, first != before, positions)

@@ -1,6 +1,7 @@
-"""[P] Kimi delta attention as a layer: short convolutions, bounded decay gate, gated output norm.
+"""[P] Kimi delta attention as a layer: short convolutions, decay gate, gated output norm.
 
-Equations: arXiv 2510.26692, sec. 3 and 4; the bounded gate is that of arXiv 2607.24653.
+Equations: arXiv 2510.26692, sec. 3 and 4, with its softplus gate; the bounded gate is that of
+arXiv 2607.24653. Gates, norms and states are in float32 whatever the activations are in.
 """
 
 import jax
@@ -9,7 +10,7 @@ from flax import nnx
 from jaxtyping import Bool, Float
 
 from models.layers.context import Rows, Step
-from models.layers.norm import RMSNorm, l2_normalise
+from models.layers.norm import RMSNorm, exact, l2_normalise
 from models.layers.parameters import matrix, parameter
 from models.layers.projection import project
 from rl_jax.arrays import Array, Tree
@@ -18,7 +19,10 @@ from rl_jax.kernels.short_conv import api as conv
 from rl_jax.model import StateCache
 
 DECAY_RANGE = (1e-3, 0.3)
-"""-log decay of a token at initialisation, log-uniform over channels."""
+"""-log decay of a token at initialisation, log-uniform over channels, where it is bounded."""
+STEP_RANGE, SMALLEST_STEP, RATE_RANGE = (1e-3, 0.1), 1e-4, (1.0, 16.0)
+"""Without a bound: softplus of the bias, log-uniform, and the factor before it, uniform over heads,
+as flash-linear-attention initialises them."""
 
 
 Operands = tuple[Array, Array, Array, Array, Array]
@@ -49,8 +53,10 @@ class KimiDeltaAttention(nnx.Module):
         heads: int,
         head_dim: int,
         taps: int,
+        decay_rank: int | None,
         gate_rank: int | None,
-        lower_bound: float,
+        lower_bound: float | None,
+        write_scale: float,
         eps: float,
         out_gain: float,
         rngs: nnx.Rngs,
@@ -58,20 +64,17 @@ class KimiDeltaAttention(nnx.Module):
         per_head = ("heads", None)
         self.qkv = matrix(rngs, (width, 3, heads, head_dim), ("embed", None, *per_head), width)
         self.conv = matrix(rngs, (taps, 3, heads, head_dim), (None, None, *per_head), taps)
-        self.decay = HeadGate(width, heads, head_dim, gate_rank, rngs)
-        low, high = jnp.log(jnp.array(DECAY_RANGE))
-        rate = jnp.exp(
-            jax.random.uniform(rngs.params(), (heads, head_dim), minval=low, maxval=high)
-        )
-        self.decay_bias = parameter(jnp.log(rate / (-lower_bound - rate)), per_head)
-        self.decay_rate_log = parameter(jnp.zeros(heads), ("heads",))
+        self.decay = HeadGate(width, heads, head_dim, decay_rank, rngs)
+        bias, rate_log = _first_decay(heads, head_dim, lower_bound, rngs)
+        self.decay_bias = parameter(bias, per_head, exact=True)
+        self.decay_rate_log = parameter(rate_log, ("heads",), exact=True)
         self.beta = matrix(rngs, (width, heads), ("embed", "heads"), width)
         self.gate = HeadGate(width, heads, head_dim, gate_rank, rngs)
         self.norm = RMSNorm(head_dim, eps)
         self.out = matrix(
             rngs, (heads, head_dim, width), (*per_head, "embed"), heads * head_dim, out_gain
         )
-        self.lower_bound = lower_bound
+        self.lower_bound, self.write_scale = lower_bound, write_scale
 
     @staticmethod
     def cache(heads: int, head_dim: int, taps: int) -> StateCache:
@@ -89,10 +92,11 @@ class KimiDeltaAttention(nnx.Module):
     ) -> tuple[Float[Array, "R n D"], Tree]:
         before = _from_tail(step.fresh(step.io.read_tail(pool, step.pages, layer)))
         inputs = self._project(x)
+        before = before.astype(x.dtype)
         mixed = conv.short_conv(inputs, self.conv[...], before)
         operands = self._operands(x, mixed, step.valid(x.shape[1]))
         out, pool = self._advance(operands, step, pool, layer)
-        tail = _to_tail(conv.next_tail(inputs, before, step.n_valid))
+        tail = exact(_to_tail(conv.next_tail(inputs, before, step.n_valid)))
         pool = step.io.write_tail(pool, step.pages, layer, step.n_valid, tail)
         return self._finish(x, out), pool
 
@@ -113,17 +117,38 @@ class KimiDeltaAttention(nnx.Module):
     def _operands(self, x: Array, mixed: Array, valid: Bool[Array, "R L"]) -> Operands:
         """Padding neither decays nor writes the state."""
         q, k, v = mixed[:, :, 0], mixed[:, :, 1], mixed[:, :, 2]
-        g = kda.bounded_gate(
-            self.decay(x), self.decay_rate_log[...], self.decay_bias[...], self.lower_bound
-        )
-        beta = jax.nn.sigmoid(project(x, self.beta[...]))
+        g = self._log_decay(x)
+        beta = jax.nn.sigmoid(exact(project(x, self.beta[...])))
+        if self.write_scale != 1.0:
+            beta = self.write_scale * beta
         keep = valid[..., None]
         k, v, g = (jnp.where(keep[..., None], a, 0.0) for a in (l2_normalise(k), v, g))
         return l2_normalise(q), k, v, g, jnp.where(keep, beta, 0.0)
 
+    def _log_decay(self, x: Array) -> Float[Array, "R L H K"]:
+        operands = exact(self.decay(x)), self.decay_rate_log[...], self.decay_bias[...]
+        if self.lower_bound is None:
+            return kda.softplus_gate(*operands)
+        return kda.bounded_gate(*operands, self.lower_bound)
+
     def _finish(self, x: Array, out: Array) -> Float[Array, "R L D"]:
-        gated = jax.nn.sigmoid(self.gate(x)) * self.norm(out)
-        return project(gated, self.out[...], 2)
+        gated = jax.nn.sigmoid(exact(self.gate(x))) * self.norm(exact(out))
+        return project(gated.astype(x.dtype), self.out[...], 2)
+
+
+def _first_decay(
+    heads: int, head_dim: int, lower_bound: float | None, rngs: nnx.Rngs
+) -> tuple[Float[Array, "H K"], Float[Array, " H"]]:
+    """Bias and log of the factor of either gate, for decays spread evenly over their logarithms."""
+    span = STEP_RANGE if lower_bound is None else DECAY_RANGE
+    low, high = jnp.log(jnp.array(span))
+    rate = jnp.exp(jax.random.uniform(rngs.params(), (heads, head_dim), minval=low, maxval=high))
+    if lower_bound is not None:
+        return jnp.log(rate / (-lower_bound - rate)), jnp.zeros(heads)
+    rate = jnp.maximum(rate, SMALLEST_STEP)
+    low, high = RATE_RANGE
+    factor = jax.random.uniform(rngs.params(), (heads,), minval=low, maxval=high)
+    return rate + jnp.log(-jnp.expm1(-rate)), jnp.log(factor)
 
 
 def _from_tail(tail: Float[Array, "R H taps ch"]) -> Float[Array, "R taps 3 H K"]:

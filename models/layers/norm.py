@@ -32,18 +32,25 @@ fold_sum.defvjp(
 )
 
 
+def exact(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
+    """x in float32, or in float64 where it is."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * scale (arXiv 1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * scale (arXiv 1910.07467), in float32, then x's dtype."""
 
     def __init__(self, width: int, eps: float, axis: str | None = None):
-        self.scale = parameter(jnp.ones(width), (axis,))
+        self.scale = parameter(jnp.ones(width), (axis,), exact=True)
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B width"]) -> Float[Array, "*B width"]:
+        own, x = x.dtype, exact(x)
         mean = fold_sum(x * x) * (1.0 / x.shape[-1])
-        return x * jax.lax.rsqrt(mean + self.eps) * self.scale[...]
+        return (x * jax.lax.rsqrt(mean + self.eps) * self.scale[...]).astype(own)
 
 
 def l2_normalise(x: Float[Array, "*B K"], eps: float = 1e-6) -> Float[Array, "*B K"]:
-    """x / sqrt(sum(x^2) + eps); zeros stay zeros."""
-    return x * jax.lax.rsqrt(fold_sum(x * x) + eps)
+    """x / sqrt(sum(x^2) + eps) in float32, then x's dtype; zeros stay zeros."""
+    own, x = x.dtype, exact(x)
+    return (x * jax.lax.rsqrt(fold_sum(x * x) + eps)).astype(own)

@@ -10,8 +10,8 @@ from rl_jax.arrays import Array
 def project(
     x: Float[Array, "..."], weight: Float[Array, "..."], contracted: int = 1
 ) -> Float[Array, "..."]:
-    """Sum over the last `contracted` axes of `x` and the first ones of `weight`."""
-    return _product(x, weight, contracted)
+    """Sum over the last `contracted` axes of `x` and the first ones of `weight`, in x's dtype."""
+    return _product(x, weight.astype(x.dtype), contracted)
 
 
 def _contract(x: Array, weight: Array, contracted: int) -> Array:

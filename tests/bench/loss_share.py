@@ -25,7 +25,6 @@ from launch import build
 from rl_jax.arrays import Array, Tree
 from rl_jax.config.load import load
 from rl_jax.config.run import RunConfig
-from rl_jax.gateway.renderer_files import load_renderer
 from rl_jax.losses import recipes
 from rl_jax.losses.evaluate import evaluate
 from rl_jax.losses.types import Loss, Scores
@@ -121,7 +120,7 @@ def milliseconds(call: Callable[[], Tree]) -> float:
 
 def measure(config: RunConfig, repeats: int) -> dict[str, float]:
     """Median milliseconds by recipe, and of the `step`."""
-    vocab = load_renderer(build.build_task(config).tokenizer_directory).vocab_size
+    vocab = build.build_renderer(build.build_task(config)).vocab_size
     batch = full_batch(config, vocab)
     calls = {"step": step_program(config, vocab, batch)}
     for name, recipe in RECIPES.items():

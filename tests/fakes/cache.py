@@ -14,7 +14,7 @@ def dense_pool(spec: CacheSpec, rows: int, context: int, fill: float = jnp.nan) 
     if context % CHUNK:
         raise ValueError(f"context is {context}; it must be a multiple of {CHUNK}")
     return {
-        "tokens": [jnp.full((rows, context, c.width), fill) for c in spec.tokens],
+        "tokens": [jnp.full((rows, c.heads, context, c.width), fill) for c in spec.tokens],
         "state": [jnp.full((rows, c.heads, *c.state), fill) for c in spec.states],
         "tail": [jnp.full((rows, c.heads, *c.tail), fill) for c in spec.states],
     }
@@ -29,8 +29,8 @@ def _replace(pool: Tree, kind: str, layer: int, value: Array) -> Tree:
 def _write_tokens(pool, pages, layer, positions, n_valid, values):
     def one(row, position, valid, new):
         index = position + jnp.arange(new.shape[0])
-        index = jnp.where(jnp.arange(new.shape[0]) < valid, index, row.shape[0])
-        return row.at[index].set(new, mode="drop")
+        index = jnp.where(jnp.arange(new.shape[0]) < valid, index, row.shape[1])
+        return row.at[:, index].set(new.swapaxes(0, 1), mode="drop")
 
     kept = pool["tokens"][layer]
     rows = jax.vmap(one)(kept[pages], positions, n_valid, values)
@@ -38,12 +38,19 @@ def _write_tokens(pool, pages, layer, positions, n_valid, values):
 
 
 def _attend(pool, pages, layer, q, positions, n_valid, value_width, scale):
-    """As pages that lie one after the other, each request's in its row."""
+    """As pages that lie one after the other, one KV head after the other."""
     kept = pool["tokens"][layer][pages]
+    shape = {"value_width": value_width, "scale": scale, "width": kept.shape[-1]}
+    heads = zip(jnp.split(q, kept.shape[1], 2), kept.swapaxes(0, 1), strict=True)
+    return jnp.concatenate(
+        [_attend_one(own, k, positions, n_valid, **shape) for own, k in heads], 2
+    )
+
+
+def _attend_one(q, kept, positions, n_valid, **shape):
     bits = jax.lax.bitcast_convert_type(kept.reshape(-1, kept.shape[-1] * CHUNK // 128, 128), "u4")
     bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % 8), (0, 0)))
     table = jnp.arange(len(bits)).reshape(len(kept), -1)
-    shape = {"value_width": value_width, "scale": scale}
     return mla.attend_pages(q, bits, table, positions, n_valid, **shape)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from launch import build
-from models.kimi_linear import KimiLinearConfig, build_model
+from models import kimi_linear, llama
 from rl_jax.arrays import CHUNK, Tree, round_up
 from rl_jax.model import Model
 from rl_jax.sampler.engine import Weights
@@ -21,6 +21,10 @@ from rl_jax.trainer.scores import token_logprobs
 
 SHORT = ("kda", "mla")
 HYBRID = ("kda", "kda", "kda", "mla")
+LLAMA = ("llama", "llama")
+"""Two layers of 4 heads and 2 KV heads."""
+ROUTED = ("kda", "mla", "experts")
+"""SHORT with 6 experts after each mixer, 2 for a token; its sampler records which."""
 VOCAB = 64
 SEED = 7
 SHAPES = Shapes(slots=64, prefill_rows=8, prefill_tokens=(16, 64))
@@ -29,17 +33,25 @@ FEW = Shapes(slots=4, prefill_rows=2, prefill_tokens=(64,))
 
 @cache
 def model(layers: tuple[Any, ...] = SHORT) -> Model:
-    return build_model(
-        KimiLinearConfig(
+    if layers == LLAMA:
+        sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "ffn_width": 48}
+        return llama.build_model(llama.LlamaConfig(VOCAB, width=32, layers=2, **sizes))
+    experts = {
+        "feed_forward": ("experts", "experts"), "experts": 6, "chosen_experts": 2,
+        "expert_width": 16, "shared_experts": 1,
+    }  # fmt: skip
+    return kimi_linear.build_model(
+        kimi_linear.KimiLinearConfig(
             vocab_size=VOCAB,
             width=32,
-            layers=layers,
+            layers=SHORT if layers == ROUTED else layers,
             heads=4,
             head_dim=8,
             kv_latent=16,
             kv_shared_key=8,
             ffn_width=48,
             gate_rank=8,
+            **(experts if layers == ROUTED else {}),
         )
     )
 
@@ -95,7 +107,9 @@ def compiled(
     )
     shapes = shapes._replace(shards=data)
     abstract = build.abstract_params(own, place)
-    return Compiled(own, compile_programs(own, abstract, layout, shapes, place, SEED))
+    record = own.routing is not None
+    arrays = own, abstract, layout, shapes, place
+    return Compiled(own, compile_programs(*arrays, SEED, record=record))
 
 
 @cache

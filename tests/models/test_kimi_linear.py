@@ -279,6 +279,7 @@ def test_axes_name_every_dimension():
             assert name is None or sizes[name] == size, (names, leaf.shape)
 
 
+@pytest.mark.slow
 def test_a_tensor_parallel_mesh_gives_the_same_loss_and_gradients():
     rules = {"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
