@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rl_jax.arrays import Tree
+from rl_jax.arrays import AnyArray, Tree
 
 
 class Leaf(NamedTuple):
@@ -51,9 +51,14 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
 def describe(array: np.ndarray) -> Leaf:
     """The leaf's entry: sha256 over "dtype [n, m]\\n", then the bytes, row-major little-endian."""
     little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
-    sha = hashlib.sha256(f"{array.dtype.name} {list(array.shape)}\n".encode())
+    sha = hashlib.sha256(header(array))
     sha.update(little.reshape(-1).view(np.uint8))
     return Leaf(array.dtype.name, tuple(array.shape), sha.hexdigest())
+
+
+def header(array: AnyArray) -> bytes:
+    """What comes before an array's bytes in its digest."""
+    return f"{array.dtype.name} {list(array.shape)}\n".encode()
 
 
 def tree_digest(leaves: Mapping[str, Leaf]) -> str:

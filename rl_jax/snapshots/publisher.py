@@ -5,12 +5,14 @@ Knows neither samplers nor the trainer's state: it is handed a parameter tree.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rl_jax.arrays import Tree
+from rl_jax.precision import kept_in
 from rl_jax.snapshots.manifest import Manifest, build_manifest
 from rl_jax.snapshots.policies import Keep, keep_all
 from rl_jax.snapshots.store import SnapshotStore
@@ -30,6 +32,13 @@ class Published(NamedTuple):
 def copy_tree(tree: Tree) -> Tree:
     """Fresh buffers, same shardings. (`device_put` may hand back the buffers it was given.)"""
     return jax.tree.map(jnp.copy, tree)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def served_copy(params: Tree, dtype: str) -> Tree:
+    """`copy_tree` of what is published of parameters: matrices rounded to `dtype`, which samplers
+    hold, snapshots store and digests are of."""
+    return jax.tree.map(jnp.copy, kept_in(params, dtype))
 
 
 def reshard(tree: Tree, shardings: Tree) -> Tree:

@@ -20,7 +20,8 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from rl_jax.arrays import Tree
-from rl_jax.snapshots.manifest import Manifest, describe, from_json, named_leaves, to_json
+from rl_jax.snapshots.manifest import Manifest, from_json, named_leaves, to_json
+from rl_jax.snapshots.placed import describe_placed, reading, writing
 from rl_jax.snapshots.policies import Keep
 
 MARKER = "COMMITTED"
@@ -30,7 +31,7 @@ WEIGHTS = "weights"
 
 _REFUSED = {"RESOURCE_EXHAUSTED": errno.ENOSPC, "PERMISSION_DENIED": errno.EACCES}
 """What tensorstore says, in a ValueError, where the system refuses to write."""
-_ONE_AT_A_TIME = threading.Lock()
+ONE_AT_A_TIME = threading.Lock()
 """Orbax has state of the whole process: of two saves at once, each may make the other's folder."""
 
 
@@ -87,21 +88,24 @@ class SnapshotStore:
         path.mkdir(parents=True)
         # Host arrays, which the digest needed anyway: Orbax writes them in half the time.
         host = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
-        _check_room(path, sum(leaf.nbytes for leaf in host.values()))
+        check_room(path, sum(leaf.nbytes for leaf in host.values()))
         try:
-            with _ONE_AT_A_TIME:
+            with ONE_AT_A_TIME, writing():
                 ocp.save(str((path / WEIGHTS).absolute()), host)
         except ValueError as error:
             code = next((code for word, code in _REFUSED.items() if word in str(error)), None)
             if code is None:
                 raise
             raise OSError(code, f"{path} cannot be written ({os.strerror(code)})") from error
+        self.seal(manifest)
+
+    def seal(self, manifest: Manifest) -> None:
+        """Adds the manifest to weights that were written and brings all of it to the disk."""
+        path = self.root / str(manifest.version)
         # It says where on this machine the run lies, and nobody reads it.
         (path / WEIGHTS / "commit_success.txt").unlink(missing_ok=True)
         (path / MANIFEST).write_text(to_json(manifest))
-        # A disk serves many fsyncs at once in the time of a few.
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(_sync, (path, *path.rglob("*"))))
+        sync_tree(path)
 
     def commit(self, manifest: Manifest) -> None:
         """Makes what was written exist; does nothing where it does."""
@@ -137,14 +141,14 @@ class SnapshotStore:
             for name, leaf in wanted.items()
         }
         try:
-            with _ONE_AT_A_TIME:
+            with ONE_AT_A_TIME, reading(path, stored):
                 loaded = ocp.load(str(path.absolute()), stored)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is corrupt: {_line(error)}") from error
         for name, leaf in loaded.items():
-            if describe(np.asarray(leaf)) != manifest.leaves[name]:
+            if describe_placed(leaf) != manifest.leaves[name]:
                 raise ValueError(f"{path} is corrupt: {name} does not have its digest")
-        leaves = [loaded[name].astype(leaf.dtype) for name, leaf in wanted.items()]
+        leaves = [loaded.pop(name).astype(leaf.dtype) for name, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def prune(self, keep: Keep) -> tuple[int, ...]:
@@ -160,7 +164,7 @@ class SnapshotStore:
         return tuple(gone)
 
 
-def _check_room(path: Path, needed: int) -> None:
+def check_room(path: Path, needed: int) -> None:
     """Orbax answers a full disk late, from many threads, and on many lines."""
     free = shutil.disk_usage(path).free
     if free < needed:
@@ -214,6 +218,13 @@ def _replace(path: Path, text: str) -> None:
     _sync(temporary)
     temporary.replace(path)
     _sync(path.parent)
+
+
+def sync_tree(path: Path) -> None:
+    """Brings a directory and all in it to the disk, which serves many fsyncs at once in the time of
+    a few."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(_sync, (path, *path.rglob("*"))))
 
 
 def _sync(path: Path) -> None:

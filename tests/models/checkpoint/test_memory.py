@@ -1,0 +1,101 @@
+"""Placing a large tensor takes no more of the host than one device's part of it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.checkpoint.safetensors import create
+from tests.fakes import checkpoints
+
+ROOT = Path(__file__).parents[3]
+ROWS, WIDTH, DEVICES = 65536, 1024, 8
+SHARD = ROWS * WIDTH * 4 // DEVICES
+PLACED = """
+import sys, jax, numpy as np
+from pathlib import Path
+from models.checkpoint.load import open_checkpoint
+from models.checkpoint.place import place
+def kilobytes(key):
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(key + ":")[1].split()[0])
+checkpoint = open_checkpoint(Path(sys.argv[1]))
+mesh = jax.make_mesh((8,), ("a",))
+def put(name, axis):
+    own = [None, None]
+    own[axis] = "a"
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*own))
+    kind = np.dtype(np.float32)
+    return jax.block_until_ready(place(checkpoint.source, checkpoint.table[name], sharding, kind))
+small = put("blocks/block_0/ffn/up", 0)
+Path("/proc/self/clear_refs").write_text("5")
+before = kilobytes("VmRSS")
+large = put("embedding", int(sys.argv[2]))
+assert len({s.device for s in large.addressable_shards}) == 8
+print((kilobytes("VmHWM") - before) * 1024 - large.nbytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """An embedding of 268 MB, whose zeros take no disk."""
+    config = checkpoints.LLAMA | {
+        "vocab_size": ROWS, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 1,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    path = checkpoints.write(tmp_path_factory.mktemp("large") / "in", config, {})
+    tensors = [(name, "F32", shape) for name, shape in checkpoints.shapes(config).items()]
+    create(path / "model.safetensors", tensors, {})
+    return path
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_host_holds_one_part(large, axis):
+    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    done = subprocess.run(
+        [sys.executable, "-c", PLACED, str(large), str(axis)],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert int(done.stdout) <= 1.3 * SHARD, int(done.stdout) / SHARD
+
+
+BEGUN = """
+import os, sys
+from pathlib import Path
+import jax
+from launch import build
+from launch.warm_start import first_params
+from rl_jax.config.load import load
+def kilobytes(key):
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(key + ":")[1].split()[0])
+config = load(Path("c.toml"))
+model, mesh = build.build_policy(config, 60), build.build_meshes(config).trainer
+jax.block_until_ready(jax.jit(lambda key: jax.random.normal(key, (4,)))(jax.random.key(0)))
+Path("/proc/self/clear_refs").write_text("5")
+before = kilobytes("VmRSS")
+params = jax.block_until_ready(first_params(config, model, mesh))
+peak = (kilobytes("VmHWM") - before) * 1024
+assert len({s.device for s in params["embedding"].addressable_shards}) == 4
+print(peak - sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+"""
+
+
+def test_a_run_begins_with_one_part_on_the_host(large, tmp_path):
+    """One quarter of the embedding, what Orbax decodes beside it, and a block to be hashed."""
+    flags = f"--xla_force_host_platform_device_count={DEVICES}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    own = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True, "check": True}
+    command = ["launch.cli", "import", str(large), "--out", "kept"]
+    subprocess.run([sys.executable, "-m", *command], **own)
+    section = (tmp_path / "kept" / "model.toml").read_text()
+    (tmp_path / "c.toml").write_text(
+        f'name = "x"\n{section}\n[mesh]\ntrainer = {{ fsdp = 4 }}\n[trainer]\n'
+        'rows_per_microbatch = 4\n[warm_start]\nsnapshot = "kept/0"\n'
+    )
+    done = subprocess.run([sys.executable, "-c", BEGUN], **own)
+    part = ROWS * WIDTH * 4 // 4
+    assert int(done.stdout) <= 1.3 * part, int(done.stdout) / part

@@ -1,0 +1,74 @@
+"""A head that a checkpoint stores though it is the embedding."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from launch import cli
+from models.checkpoint.layout import CheckpointError
+from models.checkpoint.load import open_checkpoint
+from tests.fakes import checkpoints
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TIED = {
+    "qwen2": checkpoints.QWEN2,
+    "qwen3": checkpoints.QWEN3 | {"tie_word_embeddings": True},
+    "kimi_linear": checkpoints.KIMI | {"tie_word_embeddings": True},
+}
+
+
+def make(directory, config, head):
+    tensors = checkpoints.values(config)
+    return checkpoints.write(directory, config, tensors | {HEAD: head(tensors[EMBEDDING])}, 2)
+
+
+@pytest.mark.parametrize("name", sorted(TIED))
+def test_it_comes_back_byte_for_byte(tmp_path, name):
+    given = make(tmp_path / "in", TIED[name], np.copy)
+    kept, out = tmp_path / "kept", tmp_path / "out"
+    assert cli.main(["import", str(given), "--out", str(kept)]) == 0
+    assert cli.main(["export", str(kept / "0"), "--out", str(out)]) == 0
+    names = sorted(path.name for path in given.iterdir())
+    assert sorted(path.name for path in out.iterdir()) == names and len(names) == 4
+    assert all((out / n).read_bytes() == (given / n).read_bytes() for n in names)
+    whole = {n: a for p in out.glob("*.safetensors") for n, a in load_file(p).items()}
+    assert whole[HEAD].tobytes() == whole[EMBEDDING].tobytes()
+
+
+def changed(array):
+    other = array.copy()
+    other[-1, -1] += 1
+    return other
+
+
+@pytest.mark.parametrize("change", [changed, lambda a: a.astype(np.float32)])
+def test_a_head_of_other_bytes_is_refused(tmp_path, change):
+    path = make(tmp_path / "in", checkpoints.QWEN2, change)
+    with pytest.raises(CheckpointError) as told:
+        open_checkpoint(path)
+    assert str(told.value) == (
+        f"{path}/model-00001-of-00002.safetensors: {HEAD} differs from {EMBEDDING}, "
+        f"{path}/config.json says they are tied"
+    )
+
+
+def test_a_head_of_another_shape_is_refused(tmp_path):
+    path = make(tmp_path / "in", checkpoints.QWEN2, lambda array: array[:-1].copy())
+    with pytest.raises(CheckpointError) as told:
+        open_checkpoint(path)
+    assert str(told.value) == (
+        f"{path}/model-00001-of-00002.safetensors: {HEAD} has shape [79, 32], "
+        f"{path}/config.json gives [80, 32]"
+    )
+
+
+def test_stored_frequencies_are_named(tmp_path):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = checkpoints.values(checkpoints.LLAMA) | {name: np.ones(4, np.float32)}
+    path = checkpoints.write(tmp_path / "in", checkpoints.LLAMA, tensors)
+    with pytest.raises(CheckpointError) as told:
+        open_checkpoint(path)
+    assert str(told.value) == (
+        f"{path}/model.safetensors: {name} is a constant that old releases store, made of "
+        "rope_theta: save the checkpoint again without it"
+    )
