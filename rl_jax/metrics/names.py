@@ -45,6 +45,14 @@ absent elsewhere."""
 FRESH_TOKENS = "fresh_tokens"
 """Tokens that `dlogp_fresh` was taken over."""
 
+ROUTER_LARGEST_LOAD = "router/largest_load"
+"""Tokens of the expert that the router chose most often, over the mean of all layers' experts."""
+ROUTER_UNUSED_SHARE = "router/unused_share"
+"""Share of the experts, all layers together, that the router chose for no token of the batch."""
+ROUTER_DIFFERING_SHARE = "router/differing_share"
+"""Share of the sampler's recorded choices that the trainer's router does not make itself; 0 where
+none were recorded."""
+
 CRITIC_LOSS = "critic/loss"
 """Loss of the critic on the batch, before it was trained on it."""
 CRITIC_GRAD_NORM = "critic/grad_norm"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Int
 
 from rl_jax.arrays import Array
 from rl_jax.kernels.kda import api as kda
@@ -45,12 +46,13 @@ class _Paged(NamedTuple):
         self, pool: Pool, pages: Pages, layer: int, positions: Array, n_valid: Array, values: Array
     ) -> Pool:
         def write(bits: Array, table: Array, at: Array, n: Array, values: Array) -> Array:
+            table, at, n = _by_head(table, at, n)
+            values = values.swapaxes(1, 2).reshape(len(table), *values.shape[1::2])
             return mla.write_pages(bits[0, 0], table, at, n, values)[None, None]
 
-        table = jnp.asarray(pages.tokens)[:, layer]
-        return self._local(write, POOL, *(ROWS,) * 4, out=POOL)(
-            pool, table, positions, n_valid, values
-        )
+        heads = HEADS_OF_TOKENS if self.layout.spec.tokens[layer].heads > 1 else ROWS
+        run = self._local(write, POOL, ROWS, ROWS, ROWS, heads, out=POOL)
+        return run(pool, self._tokens(pages, layer), positions, n_valid, values)
 
     def attend(
         self,
@@ -63,13 +65,19 @@ class _Paged(NamedTuple):
         value_width: int,
         scale: float,
     ) -> Array:
-        def attend(q: Array, bits: Array, table: Array, at: Array, n: Array) -> Array:
-            shape = {"value_width": value_width, "scale": scale}
-            return mla.attend_pages(q, bits[0, 0], table, at, n, **shape)
+        shape = {"value_width": value_width, "scale": scale}
+        shape["width"] = self.layout.spec.tokens[layer].width
 
-        table = jnp.asarray(pages.tokens)[:, layer]
+        def attend(q: Array, bits: Array, table: Array, at: Array, n: Array) -> Array:
+            (rows, tokens, heads, width), groups = q.shape, table.shape[1]
+            q = q.reshape(rows, tokens, groups, heads // groups, width).swapaxes(1, 2)
+            q = q.reshape(-1, tokens, heads // groups, width)
+            out = mla.attend_pages(q, bits[0, 0], *_by_head(table, at, n), **shape)
+            out = out.reshape(rows, groups, tokens, heads // groups, value_width)
+            return out.swapaxes(1, 2).reshape(rows, tokens, heads, value_width)
+
         run = self._local(attend, HEADS_OF_TOKENS, POOL, ROWS, ROWS, ROWS, out=HEADS_OF_TOKENS)
-        return run(q, pool, table, positions, n_valid)
+        return run(q, pool, self._tokens(pages, layer), positions, n_valid)
 
     def advance(
         self,
@@ -142,6 +150,11 @@ class _Paged(NamedTuple):
             function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False
         )
 
+    def _tokens(self, pages: Pages, layer: int) -> Array:
+        counts = [self.layout.token_heads(i) for i in range(layer + 1)]
+        start = sum(counts[:-1])
+        return jnp.asarray(pages.tokens)[:, start : start + counts[-1]]
+
     def _states(self, pages: Pages, layer: int) -> Array:
         counts = [self.layout.state_pages(i) for i in range(layer + 1)]
         start = sum(counts[:-1])
@@ -151,3 +164,12 @@ class _Paged(NamedTuple):
         """(page, first line) of each head of one device's rows."""
         count = table.shape[1] * self.layout.heads_per_page[layer]
         return head_places(table, count, head_lines(self.layout.spec.states[layer]))
+
+
+def _by_head(
+    table: Int[Array, "R G S"], at: Int[Array, " R"], n: Int[Array, " R"]
+) -> tuple[Int[Array, "R*G S"], Int[Array, " R*G"], Int[Array, " R*G"]]:
+    """Each request's KV heads as requests of their own, side by side."""
+    rows, heads, _ = table.shape
+    at, n = (jnp.broadcast_to(x[:, None], (rows, heads)).reshape(-1) for x in (at, n))
+    return table.reshape(rows * heads, -1), at, n

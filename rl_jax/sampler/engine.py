@@ -232,6 +232,9 @@ class Engine:
             if sequence.running is None:
                 continue
             sequence.running.started = True
+            if sampled.choices is not None:
+                own = np.asarray(sampled.choices[index, :count])
+                sequence.record(sequence.cached - count, own)
             if not sampled.finite[index]:
                 self._finish(sequence, RequestFailed(f"logits not finite: {sequence.key}"))
             elif not sequence.uncached:

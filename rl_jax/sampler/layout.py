@@ -3,8 +3,9 @@
 The pool is uint32[data, tensor, pages, lines, 128]: raw bits in lines of 128 words, as the kernels
 want them (`kernels.pages`). All pages have one size and one allocator, whatever they hold:
 
-- a *token page* holds 64 tokens x width of one layer (MLA latents), one token after the other, the
-  same in every tensor rank;
+- a *token page* holds 64 tokens x width of one layer, one token after the other: MLA's latents, the
+  same in every tensor rank, or one KV head's values and keys. Rank t of the tensor axis holds KV
+  heads [t * G/T, (t + 1) * G/T) under the same page ids;
 - a *state page* holds whole heads of one layer. A head begins at a multiple of 8 lines: its state
   [K, V], then from the next whole line its convolution tail. Rank t of the tensor axis holds heads
   [t * H/T, (t + 1) * H/T) under the same page id, so a head's bytes are self-contained and another
@@ -50,7 +51,16 @@ class Layout(NamedTuple):
     def pages_per_sequence(self) -> int:
         """Pages of a sequence at the longest context, all layers together."""
         states = sum(self.state_pages(layer) for layer in range(len(self.spec.states)))
-        return states + self.token_pages * len(self.spec.tokens)
+        return states + self.token_pages * self.token_caches
+
+    @property
+    def token_caches(self) -> int:
+        """KV heads of all token layers in one tensor rank: each has pages of its own."""
+        return sum(self.token_heads(layer) for layer in range(len(self.spec.tokens)))
+
+    def token_heads(self, layer: int) -> int:
+        """KV heads of one token layer in one tensor rank; a single one is in every rank."""
+        return -(-self.spec.tokens[layer].heads // self.tensor)
 
     def state_pages(self, layer: int) -> int:
         """Pages of one sequence's state in one layer, per tensor rank."""
@@ -70,7 +80,8 @@ class Layout(NamedTuple):
 class Pages(NamedTuple):
     """The page table of R requests, as `CacheIO` wants it."""
 
-    tokens: Int[AnyArray, "R layers token_pages"]
+    tokens: Int[AnyArray, "R token_caches token_pages"]
+    """All token layers' KV heads one after the other, in layer order."""
     states: Int[AnyArray, "R state_pages"]
     """All state layers' pages side by side, in layer order."""
 
@@ -100,6 +111,9 @@ def make_layout(
     for cache in spec.states:
         if cache.heads % tensor:
             raise ValueError(f"{cache.heads} heads do not divide over tensor = {tensor}")
+    for cache in spec.tokens:
+        if cache.heads > 1 and cache.heads % tensor:
+            raise ValueError(f"{cache.heads} KV heads do not divide over tensor = {tensor}")
     lines = max(
         [round_up(lines_of(CHUNK * cache.width), TILE) for cache in spec.tokens]
         + [head_lines(cache) for cache in spec.states]

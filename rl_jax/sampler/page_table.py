@@ -17,7 +17,7 @@ class PageRow(NamedTuple):
 
     shard: int
     tokens: np.ndarray
-    """int32[token layers, token pages]."""
+    """int32[token caches, token pages]."""
     states: np.ndarray
     """int32[state pages]."""
 
@@ -53,7 +53,7 @@ class PageTable:
         if not self._room[shard]:
             return None
         self._room[shard] -= 1
-        shape = (len(self._layout.spec.tokens), self._layout.token_pages)
+        shape = (self._layout.token_caches, self._layout.token_pages)
         states = np.array(self._take(shard, self._state_pages), np.int32)
         return PageRow(shard, np.full(shape, NULL_PAGE, np.int32), states)
 
@@ -65,9 +65,11 @@ class PageTable:
         need = -(-tokens // CHUNK)
         if need > self._layout.token_pages:
             raise ValueError(f"{tokens} tokens exceed {self._layout.token_pages} pages of {CHUNK}")
-        for layer in row.tokens:
-            held = int(np.count_nonzero(layer))
-            layer[held:need] = self._take(row.shard, max(need - held, 0))
+        if not need or (row.tokens[:, need - 1] != NULL_PAGE).all():
+            return
+        for cache in row.tokens:
+            held = int(np.count_nonzero(cache))
+            cache[held:need] = self._take(row.shard, max(need - held, 0))
 
     def release(self, row: PageRow) -> None:
         """Gives every page of the sequence back; the row must not be used again."""
@@ -83,7 +85,7 @@ class PageTable:
 def table_of(rows: list[PageRow | None], layout: Layout) -> Pages:
     """Stacks rows into a page table; None is an idle row."""
     count = len(rows)
-    tokens = np.full((count, len(layout.spec.tokens), layout.token_pages), NULL_PAGE, np.int32)
+    tokens = np.full((count, layout.token_caches, layout.token_pages), NULL_PAGE, np.int32)
     state_pages = sum(layout.state_pages(i) for i in range(len(layout.spec.states)))
     states = np.full((count, state_pages), NULL_PAGE, np.int32)
     for index, row in enumerate(rows):

@@ -34,14 +34,22 @@ class Programs(NamedTuple):
 
 
 def compile_programs(
-    model: Model, params: Tree, layout: Layout, shapes: Shapes, mesh: Mesh, seed: int
+    model: Model,
+    params: Tree,
+    layout: Layout,
+    shapes: Shapes,
+    mesh: Mesh,
+    seed: int,
+    *,
+    record: bool = False,
 ) -> Programs:
-    """`params` may be abstract: `jax.ShapeDtypeStruct`s with the sampler's shardings."""
+    """`params` may be abstract: `jax.ShapeDtypeStruct`s with the sampler's shardings. With `record`
+    every step tells which experts its tokens went to."""
     pool = pool_sharding(mesh)
     abstract_pool = jax.ShapeDtypeStruct(layout.shape, jnp.uint32, sharding=pool)
     rows = NamedSharding(mesh, PartitionSpec(DATA))
     step = jax.jit(
-        make_sample_step(model, cache_io(layout, mesh), seed),
+        make_sample_step(model, cache_io(layout, mesh), seed, record=record),
         donate_argnums=1,
         out_shardings=(pool, rows),
     )

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 
 class Sampled(NamedTuple):
@@ -15,6 +15,8 @@ class Sampled(NamedTuple):
     """Under temperature 1."""
     finite: Bool[Array, " R"]
     """False where the row's logits were not finite; its token means nothing."""
+    choices: UInt[Array, "R n M k"] | None = None
+    """Experts that the step's tokens went to, where they are recorded; garbage beyond n_valid."""
 
 
 def sample(

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from rl_jax.arrays import CHUNK
 from rl_jax.gateway.protocol import Completion, Finish, Request
 from rl_jax.sampler.page_table import PageRow
@@ -27,6 +29,8 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    choices: list[np.ndarray] = field(default_factory=list)
+    """[n, M, k] of the tokens that steps of this request were the first to compute."""
 
     def completion(self, finish: Finish) -> Completion:
         return Completion(
@@ -35,6 +39,7 @@ class Running:
             tuple(self.raw_logprobs),
             tuple(self.versions),
             finish,
+            np.concatenate(self.choices) if self.choices else None,
         )
 
 
@@ -49,6 +54,8 @@ class Sequence:
     cached: int = 0
     recompute_until: int = 0
     """Tokens before this index were cached once under older weights."""
+    routed: int = 0
+    """Tokens of the log whose experts are recorded."""
     oldest_cached: float = math.inf
     """The oldest version in the cache; inf where nothing is cached."""
     segments: list[Segment] = field(default_factory=list)
@@ -76,6 +83,15 @@ class Sequence:
             if a < b:
                 self._append(Segment(a, b, version, how))
         self.cached = end
+
+    def record(self, start: int, choices: np.ndarray) -> None:
+        """Where tokens of the log from `start` on went, of which the first `routed` stay as they
+        are: a token's next one was sampled when it was computed first, never again later."""
+        new = choices[max(self.routed - start, 0) :]
+        if self.running and len(new):
+            # No view, or one sequence keeps the arrays of a whole step.
+            self.running.choices.append(new.copy())
+            self.routed += len(new)
 
     def _append(self, new: Segment) -> None:
         last = self.segments[-1] if self.segments else None

@@ -32,20 +32,32 @@ class StepInputs(NamedTuple):
 SampleStep = Callable[[Tree, Pool, StepInputs], tuple[Pool, Sampled]]
 
 
-def make_sample_step(model: Model, io: CacheIO, seed: int) -> SampleStep:
+def make_sample_step(model: Model, io: CacheIO, seed: int, *, record: bool = False) -> SampleStep:
     """The pure step (params, pool, inputs) -> (pool, sampled); jit it with the pool donated.
 
     A row's token is the one after its last valid token, drawn at that token's absolute position.
+    With `record` it also tells to which experts the n tokens went, in a byte each up to 256
+    experts; ValueError where the model has none.
     """
+    routing = model.routing if record else None
+    if record and routing is None:
+        raise ValueError("record: needs a model with experts")
 
     def step(params: Tree, pool: Pool, inputs: StepInputs) -> tuple[Pool, Sampled]:
         tokens, n_valid, positions = map(jnp.asarray, inputs[:3])
-        hidden, pool = model.extend(params, tokens, n_valid, positions, inputs.pages, pool, io)
+        arrays = params, tokens, n_valid, positions, inputs.pages, pool, io
+        choices = None
+        if routing is None:
+            hidden, pool = model.extend(*arrays)
+        else:
+            hidden, pool, own = routing.extend(*arrays)
+            choices = own.astype(jnp.uint8 if routing.experts <= 256 else jnp.uint16)
         last = jnp.maximum(n_valid - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
         logits = model.head(params, hidden, jnp.int32(0), model.vocab_size)
         key = rng.base(seed, rng.Purpose.SAMPLE)
         uniforms = rng.uniforms(key, jnp.asarray(inputs.streams), positions + n_valid)
-        return pool, sample(logits, jnp.asarray(inputs.temperature), uniforms)
+        sampled = sample(logits, jnp.asarray(inputs.temperature), uniforms)
+        return pool, sampled._replace(choices=choices)
 
     return jax.named_call(step, name="sample_step")

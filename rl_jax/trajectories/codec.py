@@ -2,7 +2,8 @@
 
 A trajectory is a list of its fields in the order of `encode_trajectory`. What follows from another
 field is left out: the loss mask is where versions are, and only sampled tokens have a
-log-probability. Decoding takes exactly what encoding makes and answers anything else with one
+log-probability. Choices of experts are a last field that is there only where they were recorded.
+Decoding takes exactly what encoding makes and answers anything else with one
 ValueError that names the field.
 """
 
@@ -38,6 +39,7 @@ Plain = dict[str, Any]
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
+_CHOICES = (np.dtype("u1"), np.dtype("<u2"))
 _GROUP = ("task", "prompt", "members", "failures")
 # An origin or status is its place here.
 _ORIGINS = (Origin.PREFILL, Origin.DECODE, Origin.RECOMPUTE)
@@ -63,13 +65,16 @@ def encode_trajectory(trajectory: Trajectory) -> list[Any]:
         trajectory.reason,
         trajectory.turns,
         trajectory.copy_of,
+        *([] if trajectory.choices is None else [encode_choices(trajectory.choices)]),
     ]
 
 
 def decode_trajectory(value: object) -> Trajectory:
     """The trajectory of a plain form."""
-    key, tokens, versions, logprobs, segments, *rest = _tuple("trajectory", value, 11)
-    temperature, reward, status, reason, turns, original = rest
+    more = isinstance(value, list | tuple) and len(value) == 12
+    fields = _tuple("trajectory", value, 12 if more else 11)
+    key, tokens, versions, logprobs, segments, *rest = fields
+    temperature, reward, status, reason, turns, original, *recorded = rest
     stream = _decode_array("tokens", tokens, _INT32)
     column = _decode_runs(versions, len(stream))
     mask = column != NOT_SAMPLED
@@ -88,7 +93,30 @@ def decode_trajectory(value: object) -> Trajectory:
         reason=_text("reason", reason),
         turns=parse_count("turns", turns),
         copy_of=_optional(parse_count, "copy_of", original),
+        choices=decode_choices(recorded[0], len(stream)) if recorded else None,
     )
+
+
+def encode_choices(choices: np.ndarray) -> list[Any]:
+    """[bytes of an entry, layers, of a token, bytes] of uint8 or uint16[n, layers, k]."""
+    if choices.dtype not in _CHOICES or choices.ndim != 3 or 0 in choices.shape[1:]:
+        found = f"{choices.dtype}{list(choices.shape)}"
+        raise ValueError(f"choices are {found}; uint8 or uint16[n, M, k] expected")
+    little = choices.astype(choices.dtype.newbyteorder("<"), copy=False)
+    return [choices.itemsize, *choices.shape[1:], little.tobytes()]
+
+
+def decode_choices(value: object, most: int) -> np.ndarray:
+    """The choices of a plain form, of at most `most` tokens."""
+    size, layers, chosen, data = _tuple("choices", value, 4)
+    dtype = next((d for d in _CHOICES if type(size) is int and d.itemsize == size), None)
+    each = parse_count("choices", layers) * parse_count("choices", chosen)
+    if dtype is None or not each or not isinstance(data, bytes) or len(data) % (size * each):
+        raise ValueError(f"choices: no bytes of {size!r} for {layers} x {chosen} a token")
+    if (count := len(data) // (size * each)) > most:
+        raise ValueError(f"choices of {count} tokens; at most {most}")
+    flat = np.frombuffer(data, dtype).astype(dtype.newbyteorder("="))
+    return flat.reshape(count, layers, chosen)
 
 
 def encode_group(group: Group) -> Plain:

@@ -73,6 +73,10 @@ class Trajectory:
     turns: int = 0
     copy_of: int | None = None
     """The `key.sample` this padding copy repeats; it shares one weight with the original."""
+    choices: np.ndarray | None = None
+    """uint8 or uint16[n, layers, k]: the experts that the sampler's router chose for the first n
+    tokens, under the weights that sampled the token after each. The last sampled one never got
+    any. None where they were not recorded."""
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -81,6 +85,8 @@ class Trajectory:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries for {n} tokens")
         if np.any((self.versions != NOT_SAMPLED) != self.loss_mask):
             raise ValueError("versions must be set exactly where loss_mask is true")
+        if self.choices is not None and (self.choices.ndim != 3 or len(self.choices) > n):
+            raise ValueError(f"choices are {list(self.choices.shape)}: [at most {n}, M, k] needed")
 
     @property
     def valid(self) -> bool:

@@ -32,7 +32,7 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda model, loss, optimizer, mesh, shape, *extras: (loss, mesh, shape, *extras),
     )
     critic = once(build.build_critic, lambda config: (config.critic,))
-    audit = once(build.compile_audit, lambda model, mesh, shape: (mesh, shape))
+    audit = once(build.compile_audit, lambda model, mesh, *rest: (mesh, *rest))
     sampler = once(
         build.compile_sampler,
         lambda config, model, mesh: (

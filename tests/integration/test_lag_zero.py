@@ -11,7 +11,6 @@ from launch.programs.base import rollout_limits
 from rl_jax.advantages import Estimates, estimate
 from rl_jax.config.run import RunConfig
 from rl_jax.dispatch import Dispatcher
-from rl_jax.gateway.renderer_files import load_renderer
 from rl_jax.orchestrator.rollout import run_rollout
 from rl_jax.replay import events
 from rl_jax.sampler.engine import Engine, Weights
@@ -36,7 +35,7 @@ class Synchronous(NamedTuple):
 async def synchronous(own: RunConfig, sampler: Dispatcher) -> Synchronous:
     """Sample a batch, train on it, take the new weights, and again. No queue, no orchestrator."""
     task = family()
-    renderer = load_renderer(task.tokenizer_directory)
+    renderer = build.build_renderer(task)
     model = build.build_policy(own, renderer.vocab_size)
     meshes = build.build_meshes(own)
     shape, loss = build.rl_shape(own), build.build_loss(own)

@@ -90,6 +90,17 @@ def test_what_does_not_divide_is_refused(change: dict[str, int], said: str) -> N
         make_layout(SPEC, **sizes)
 
 
+def test_kv_heads_have_pages_of_their_own() -> None:
+    """Per rank of two: 3 of the first layer's 6 KV heads and the second's single one."""
+    spec = CacheSpec((TokenCache(32, heads=6), TokenCache(6)), ())
+    made = make_layout(spec, data=1, tensor=2, sequences=5, max_context=128)
+    assert [made.token_heads(i) for i in (0, 1)] == [3, 1]
+    assert made.pages_per_sequence == 2 * (3 + 1)
+    assert made.shape == (1, 2, 1 + 5 * 8, 16, 128), "64 x 32 words are 16 lines"
+    with pytest.raises(ValueError, match="6 KV heads do not divide over tensor = 4"):
+        make_layout(spec, data=1, tensor=4, sequences=5, max_context=128)
+
+
 # --- bits ----------------------------------------------------------------------------------------
 
 
@@ -171,7 +182,8 @@ def test_tokens_come_back_bit_for_bit(place: tuple[int, int]) -> None:
     ):
         n_valid, positions = np.array(counts, np.int32), written[layer].copy()
         values = floats(setup.random, (ROWS, width, SPEC.tokens[layer].width))
-        setup.pool = own.write_tokens(setup.pool, setup.pages, layer, positions, n_valid, values)
+        new = values[:, :, None]
+        setup.pool = own.write_tokens(setup.pool, setup.pages, layer, positions, n_valid, new)
         expected = {(row.shard, NULL_PAGE) for row in setup.rows}
         for index, (at, n) in enumerate(zip(positions, counts, strict=True)):
             logs[layer][index, at : at + n] = values[index, :n]
@@ -252,7 +264,7 @@ def test_attention_sees_its_own_tokens_with_its_own_heads(place: tuple[int, int]
     values[..., 39] = np.arange(128)
     n_valid = np.array([128, 65, 64, 3], np.int32)
     zeros = np.zeros(ROWS, np.int32)
-    pool = own.write_tokens(setup.pool, setup.pages, 1, zeros, n_valid, values)
+    pool = own.write_tokens(setup.pool, setup.pages, 1, zeros, n_valid, values[:, :, None])
     q = np.zeros((ROWS, 1, 8, 40), np.float32)
     q[:, 0, ::2, 39], q[:, 0, 1::2, 39] = 100.0, -100.0  # the newest token; the oldest
     ones = np.ones(ROWS, np.int32)
@@ -260,6 +272,44 @@ def test_attention_sees_its_own_tokens_with_its_own_heads(place: tuple[int, int]
     assert np.array_equal(out[:, 0, :, 0], np.repeat(np.arange(ROWS)[:, None], 8, 1))
     assert np.array_equal(out[:, 0, ::2, 1], np.repeat(n_valid[:, None] - 1, 4, 1))
     assert not out[:, 0, 1::2, 1].any()
+
+
+GROUPED = CacheSpec((TokenCache(6), TokenCache(8, heads=4)), ())
+"""Of the second layer's numbers the first 3 are values and the last 5 keys."""
+
+
+def test_grouped_attention_is_that_of_each_head_with_its_own_keys(place: tuple[int, int]) -> None:
+    """8 query heads over 4 KV heads: the softmax in float64, and every page where it should be."""
+    made = make_layout(GROUPED, data=place[0], tensor=place[1], sequences=ROWS, max_context=128)
+    grid, random = tiny.mesh(*place), np.random.default_rng(0)
+    own, table = cache_io(made, grid), PageTable(made)
+    rows = [table.open(number * place[0] // ROWS) for number in range(ROWS)]
+    for row in rows:
+        assert row is not None
+        table.grow(row, 128)
+    pages = table_of(rows, made)
+    bits = jax.device_put(patterns(random, made.shape), pool_sharding(grid))
+    kept = random.standard_normal((ROWS, 70, 4, 8)).astype(np.float32)
+    q = random.standard_normal((ROWS, 2, 8, 5)).astype(np.float32)
+    n_valid = np.array([70, 64, 3, 66], np.int32)
+
+    @jax.jit
+    def both(pool: Any, pages: Pages, q: Any, n_valid: Any, kept: Any) -> Any:
+        pool = own.write_tokens(pool, pages, 1, 0 * n_valid, n_valid, kept)
+        return pool, own.attend(pool, pages, 1, q, n_valid - 2, 0 * n_valid + 2, 3, 0.5)
+
+    pool, out = jax.tree.map(np.asarray, both(bits, pages, q, n_valid, kept))
+    for index, head, token in np.ndindex(ROWS, 8, 2):
+        seen = np.float64(kept[index, : n_valid[index] - 1 + token, head // 2])
+        shares = np.exp(seen[:, 3:] @ q[index, token, head] * 0.5)
+        want = shares @ seen[:, :3] / shares.sum()
+        np.testing.assert_allclose(out[index, token, head], want, atol=1e-5)
+    for index, head in np.ndindex(ROWS, 4):
+        local, row = 4 // place[1], rows[index]
+        assert row is not None
+        held = pool[row.shard, head // local, row.tokens[1 + head % local]].view(np.float32)
+        held = held.reshape(2, -1)[:, : 64 * 8].reshape(128, 8)
+        assert same_bits(held[: n_valid[index]], kept[index, : n_valid[index], head])
 
 
 def test_a_rank_holds_its_heads_under_the_same_page() -> None:

@@ -56,14 +56,16 @@ def group(prompt: int = 0, version: int = 0, rewards: tuple[float, ...] = (0.0, 
     return Group("lookup", prompt, tuple(members))
 
 
+def _bits(array: np.ndarray | None) -> tuple[object, ...] | None:
+    return None if array is None else (array.dtype, array.shape, array.tobytes())
+
+
 def same_trajectory(a: Trajectory, b: Trajectory) -> bool:
-    arrays = ("tokens", "loss_mask", "behavior_logprobs", "versions")
+    arrays = ("tokens", "loss_mask", "behavior_logprobs", "versions", "choices")
     rest = ("key", "segments", "temperature", "reward", "status", "reason", "turns", "copy_of")
-    return all(
-        getattr(a, n).dtype == getattr(b, n).dtype
-        and getattr(a, n).tobytes() == getattr(b, n).tobytes()
-        for n in arrays
-    ) and all(getattr(a, n) == getattr(b, n) for n in rest)
+    return all(_bits(getattr(a, n)) == _bits(getattr(b, n)) for n in arrays) and all(
+        getattr(a, n) == getattr(b, n) for n in rest
+    )
 
 
 def same_group(a: Group, b: Group) -> bool:
@@ -76,6 +78,15 @@ def same_group(a: Group, b: Group) -> bool:
 
 INT32 = st.integers(0, 2**31 - 1)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def choices(draw: st.DrawFn, most: int) -> np.ndarray:
+    """[n, M, k] of at most `most` tokens, in one byte or two."""
+    shape = tuple(draw(st.integers(low, high)) for low, high in ((0, most), (1, 3), (1, 2)))
+    dtype = draw(st.sampled_from((np.uint8, np.uint16)))
+    draws = np.random.default_rng(draw(st.integers(0, 99)))
+    return draws.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
 
 
 @st.composite
@@ -101,6 +112,7 @@ def trajectories(draw: st.DrawFn, task: str = "t", prompt: int = 0) -> Trajector
         status=status,
         reason=draw(st.text(max_size=20)),
         turns=draw(st.integers(0, 500)),
+        choices=draw(st.none() | choices(n)),
     )
 
 

@@ -243,3 +243,55 @@ def test_cut_bytes_are_refused(n: int) -> None:
 def test_nested_bombs_are_refused() -> None:
     with pytest.raises(ValueError, match="group is not msgpack"):
         codec.unpack_group(b"\x91" * 100_000)
+
+
+def routed(member: Trajectory, dtype: type = np.uint8) -> Trajectory:
+    """Experts 0, 1, 2, ... for all tokens but the last, in two layers of three."""
+    n = len(member.tokens) - 1
+    return dataclasses.replace(member, choices=np.arange(6 * n).reshape(n, 2, 3).astype(dtype))
+
+
+def test_golden_form_of_choices() -> None:
+    own = trajectory(3, 0.25, (258,), prompt=9)
+    encoded = codec.encode_trajectory(routed(own))
+    assert encoded[:11] == codec.encode_trajectory(own)
+    assert encoded[11:] == [[1, 2, 3, b"\0\1\2\3\4\5"]]
+    wide = codec.encode_trajectory(routed(own, np.uint16))
+    assert wide[11] == [2, 2, 3, b"\0\0\1\0\2\0\3\0\4\0\5\0"]
+
+
+def test_choices_take_a_byte_each_and_nothing_where_there_are_none() -> None:
+    own = trajectory(0, versions=(0,) * 20)
+    bare, full = (Group("lookup", 0, (m,)) for m in (own, routed(own)))
+    more = len(codec.pack_group(full)) - len(codec.pack_group(bare))
+    assert more == 20 * 6 + 6  # a list of 4, three small numbers, bytes with their length
+
+
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [
+        (None, "choices: a list of at most 4"),
+        ([3, 1, 1, b""], "choices: no bytes of 3"),
+        ([True, 1, 1, b""], "choices: no bytes of True"),
+        ([1, 0, 1, b""], "choices: no bytes of 1 for 0 x 1"),
+        ([1, -1, 1, b""], "choices: -1"),
+        ([1, 2, 2, b"123"], "choices: no bytes of 1 for 2 x 2"),
+        ([1, 1, 1, "1"], "choices: no bytes"),
+        ([1, 1, 1, b"123"], "choices of 3 tokens; at most 2"),
+    ],
+)
+def test_other_choices_are_refused(recorded: Any, said: str) -> None:
+    plain = codec.encode_trajectory(trajectory())
+    with pytest.raises(ValueError, match=said):
+        codec.decode_trajectory([*plain, recorded])
+
+
+def test_choices_of_another_form_are_not_written() -> None:
+    with pytest.raises(ValueError, match=r"choices are int64\[1, 2, 3\]"):
+        codec.encode_trajectory(routed(trajectory(), np.int64))
+
+
+def test_a_copy_has_its_samples_choices() -> None:
+    own = routed(trajectory(1))
+    g = Group("lookup", 0, (own, copy_of(own)))
+    assert same_group(g, codec.unpack_group(codec.pack_group(g)))
