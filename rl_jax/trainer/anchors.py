@@ -12,7 +12,8 @@ from rl_jax.arrays import Array, Tree
 from rl_jax.losses.types import ENTROPY, VALUE
 from rl_jax.metrics import names
 from rl_jax.metrics.states import Mean
-from rl_jax.trainer.state import POLICY
+from rl_jax.precision import kept_in, widened
+from rl_jax.trainer.state import POLICY, Storage
 
 _EMA, _TEACHER = "ema(", "teacher("
 
@@ -35,6 +36,15 @@ def first_anchors(needs: Iterable[str], policy: Tree, known: Mapping[str, Tree])
     """The trees that `needs` asks for: teachers out of `known`, by name, all others the policy."""
     found = {f"{_TEACHER}{name})": known[name] for name in teachers(needs)}
     return {name: policy for name in anchors(needs) if name not in found} | found
+
+
+def kept(trees: Mapping[str, Tree], storage: Storage) -> dict[str, Tree]:
+    """The trees that are not trained as a state keeps them: averages in float32, or each step
+    towards the policy would be lost."""
+    return {
+        name: widened(tree) if name.startswith(_EMA) else kept_in(tree, storage.dtype)
+        for name, tree in trees.items()
+    }
 
 
 def follow(params: Mapping[str, Tree], metrics: Mapping[str, Mean]) -> dict[str, Tree]:

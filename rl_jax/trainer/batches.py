@@ -1,6 +1,6 @@
 """[N] From groups to the arrays of an optimizer step: packed rows, microbatches of fixed shape."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -45,6 +45,9 @@ class Batch(NamedTuple):
     """int32, `task_id` of the trajectory's task."""
     count: AnyArray
     """int32 scalar, used microbatches."""
+    choices: AnyArray | None = None
+    """int16[M, R, L, layers, k], the experts that the sampler chose, -1 where it did not record
+    them; None for a run that records none."""
 
 
 class Shape(NamedTuple):
@@ -78,11 +81,13 @@ def build_batch(
     reduction: Reduction,
     published_version: int,
     shape: Shape,
+    choices: tuple[int, int] | None = None,
 ) -> Built:
     """Packs `trajectories` into `shape`; advantages and returns are zero.
 
-    Raises ValueError where they do not fit, or a recorded log-probability is not finite, or as
-    `reduce`.
+    `choices` (layers, of a token) is what there is room for of the experts that were recorded, as
+    in `empty_batch`. Raises ValueError where they do not fit, or a recorded log-probability is not
+    finite, or as `reduce`.
     """
     places = pack([len(t.tokens) for t in trajectories], shape.row_length)
     rows_used = 1 + max((p.row for p in places), default=-1)
@@ -91,7 +96,7 @@ def build_batch(
         raise ValueError(
             f"{rows_used} rows exceed {shape.microbatches} microbatches of {shape.rows}"
         )
-    batch = empty_batch(shape)
+    batch = empty_batch(shape, choices)
     rows = zip(trajectories, places, reduce(reduction, trajectories), strict=True)
     for number, (trajectory, place, weight) in enumerate(rows):
         cut = _where(place, len(trajectory.tokens), shape)
@@ -172,7 +177,17 @@ def cut(
 
 def host_microbatch(batch: Batch, index: int) -> Batch:
     """One microbatch [R, L] of a batch, as views of it."""
-    return Batch(*(leaf[index] for leaf in batch[:-1]), count=batch.count)
+    return map_arrays(lambda leaf: leaf[index], batch)
+
+
+def map_arrays(change: Callable[[AnyArray], AnyArray], batch: Batch) -> Batch:
+    """The batch with `change` made to every array in it but the count."""
+    changed = {
+        name: change(leaf)
+        for name, leaf in batch._asdict().items()
+        if name != "count" and leaf is not None
+    }
+    return batch._replace(**changed)
 
 
 def locate(batch: Batch, microbatch: int, row: int, column: int) -> int:
@@ -188,8 +203,8 @@ def _where(place: Place, length: int, shape: Shape) -> Cut:
     return microbatch, row, slice(place.start, place.start + length)
 
 
-def empty_batch(shape: Shape) -> Batch:
-    """Padding only, no microbatch used."""
+def empty_batch(shape: Shape, choices: tuple[int, int] | None = None) -> Batch:
+    """Padding only, no microbatch used; with room for `choices`: (layers, of a token)."""
 
     def full(value: float, dtype: type) -> np.ndarray:
         return np.full(shape, value, dtype)
@@ -207,6 +222,7 @@ def empty_batch(shape: Shape) -> Batch:
         lag=full(0, np.int32),
         tasks=full(0, np.int32),
         count=np.zeros((), np.int32),
+        choices=np.full((*shape, *choices), -1, np.int16) if choices else None,
     )
 
 
@@ -221,6 +237,18 @@ def _fill(batch: Batch, cut: Cut, number: int, trajectory: Trajectory, published
     sampled = trajectory.versions != NOT_SAMPLED
     batch.lag[cut] = np.where(sampled, published - trajectory.versions, 0)
     batch.tasks[cut] = task_id(trajectory.key.task)
+    if batch.choices is not None and trajectory.choices is not None:
+        _fill_choices(batch.choices, cut, trajectory, trajectory.choices)
+
+
+def _fill_choices(room: AnyArray, cut: Cut, trajectory: Trajectory, choices: np.ndarray) -> None:
+    if choices.shape[1:] != room.shape[3:]:
+        raise ValueError(
+            f"choices of {trajectory.key}: {list(choices.shape[1:])} experts of a token, the model "
+            f"takes {list(room.shape[3:])}"
+        )
+    microbatch, row, where = cut
+    room[microbatch, row, where.start : where.start + len(choices)] = choices
 
 
 def _check_behavior(trajectory: Trajectory) -> None:

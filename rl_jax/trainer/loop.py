@@ -68,6 +68,8 @@ class Programs(NamedTuple):
     critic: Critic | None = None
     estimate: Estimate | None = None
     """What the advantage needs beside rewards."""
+    choices: tuple[int, int] | None = None
+    """(layers, of a token): what batches have room for of the experts that the sampler chose."""
 
 
 class Schedule(NamedTuple):
@@ -187,7 +189,8 @@ async def train(
         groups, published = taken
         rewarded = groups if shuffle_seed is None else shuffle_rewards(groups, shuffle_seed, update)
         members = [member for group in rewarded for member in group.members]
-        built = await asyncio.to_thread(build_batch, members, reduction, published, shape)
+        how = reduction, published, shape, programs.choices
+        built = await asyncio.to_thread(build_batch, members, *how)
         ready = time.perf_counter()
         try:
             async with asyncio.timeout(schedule.step_timeout_s):
@@ -339,7 +342,7 @@ def _check_finite(
     bad = [name for name, finite in report.finite.items() if not finite]
     if not bad and np.isfinite(report.loss):
         return
-    np.savez(save_to, **batch._asdict())
+    np.savez(save_to, **{name: leaf for name, leaf in batch._asdict().items() if leaf is not None})
     where = np.argwhere(report.bad_column >= 0)
     culprit = "no single trajectory"
     if len(where):

@@ -5,12 +5,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax.arrays import AnyArray, Tree
-from rl_jax.sharding import DATA
+from rl_jax.sharding import CONTEXT, ROWS, known
 from rl_jax.trainer.batches import Batch
 
 
 def place(batch: Batch, mesh: Mesh) -> Batch:
-    """The batch, or one microbatch of it, for programs on `mesh`: rows over the data axis.
+    """The batch, or one microbatch of it, for programs on `mesh`: rows and tokens over its axes.
 
     Every process gives the same host arrays and keeps the rows of its own devices. On a mesh of one
     process the host arrays are returned as they are.
@@ -18,12 +18,14 @@ def place(batch: Batch, mesh: Mesh) -> Batch:
     if not mesh.is_multi_process:
         return batch
 
+    rows = batch.tokens.ndim - 2
+
     def one(leaf: AnyArray) -> jax.Array:
-        axes = (None,) * (leaf.ndim - 2) + (DATA,) if leaf.ndim else ()
-        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        axes = (*(None,) * rows, ROWS, CONTEXT) if leaf.ndim else ()
+        sharding = NamedSharding(mesh, known(PartitionSpec(*axes), mesh))
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
-    return Batch(*map(one, batch))
+    return jax.tree.map(one, batch)
 
 
 def gather(tree: Tree) -> Tree | None:

@@ -1,18 +1,19 @@
 """[P] Scores of given tokens without ever holding [tokens, vocabulary]."""
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from rl_jax.arrays import AnyArray, Array, Tree
-from rl_jax.losses.types import ENTROPY, VALUE, Scores
+from rl_jax.losses.types import ENTROPY, VALUE, Scores, teacher
 from rl_jax.masking import align_to_predicted, next_token
 from rl_jax.model import Model
-from rl_jax.trainer.anchors import anchors
+from rl_jax.trainer.anchors import anchors, teachers
 from rl_jax.trainer.batches import Batch
+from rl_jax.trainer.log_softmax import Scored, chunked_scores
+from rl_jax.trainer.routing import Routed, tally
 from rl_jax.trainer.state import CRITIC, POLICY
 
 
@@ -23,23 +24,31 @@ def policy_scores(
     needs: Collection[str],
     *,
     vocab_chunk: int,
-) -> Scores:
-    """What a loss of the policy sees of a microbatch: of the menu, what it `needs`.
+    replay: bool = False,
+) -> tuple[Scores, Routed | None]:
+    """What a loss of the policy sees of a microbatch: of the menu, what it `needs`; and what the
+    policy's router did, where it has one.
 
     Entropy comes with the current log-probabilities. A tree that a score is taken under is in
     `params` by the score's name, the critic for values; a ValueError names the one that is lacking.
+    With `replay` tokens go to the experts that the sampler chose, under every tree that descends
+    from the policy, so under all but the teachers' and the critic's.
     """
     arrays = part.tokens, part.positions, part.segment_ids, part.temperature
-    scored = token_scores(
-        model, params[POLICY], *arrays, vocab_chunk=vocab_chunk, entropy=ENTROPY in needs
+    choices = part.choices if replay else None
+    entropy = ENTROPY in needs
+    scored, own = routed_scores(
+        model, params[POLICY], *arrays, vocab_chunk=vocab_chunk, entropy=entropy, choices=choices
     )
     others = {} if scored.entropy is None else {ENTROPY: scored.entropy}
+    foreign = {teacher(name) for name in teachers(needs)}
     for name in anchors(needs):
-        tree = _tree(params, name, name)
-        others[name] = token_logprobs(model, tree, *arrays, vocab_chunk=vocab_chunk)
+        tree, used = _tree(params, name, name), None if name in foreign else choices
+        others[name] = token_logprobs(model, tree, *arrays, vocab_chunk=vocab_chunk, choices=used)
     if VALUE in needs:
         others[VALUE] = token_values(model, _tree(params, CRITIC, VALUE), part)
-    return scores_of_batch(part, scored.logprobs, others)
+    routed = tally(model.routing, own, part) if model.routing and own is not None else None
+    return scores_of_batch(part, scored.logprobs, others), routed
 
 
 def scores_of_batch(part: Batch, current: Array, others: Mapping[str, Array]) -> Scores:
@@ -72,14 +81,6 @@ def _tree(params: Mapping[str, Tree], name: str, score: str) -> Tree:
     return params[name]
 
 
-class Scored(NamedTuple):
-    """What one pass over the vocabulary says of given tokens."""
-
-    logprobs: Float[Array, "R L"]
-    entropy: Float[Array, "R L"] | None
-    """In nats, of the distribution that each token came from; None where nobody asked."""
-
-
 def token_logprobs(
     model: Model,
     params: Tree,
@@ -89,14 +90,17 @@ def token_logprobs(
     temperature: Float[AnyArray, "R L"],
     *,
     vocab_chunk: int,
+    choices: Int[AnyArray, "R L M k"] | None = None,
 ) -> Float[Array, "R L"]:
     """log p(token t | tokens before t of its segment) in float32, at position t.
 
-    Logits are divided by the predicted token's `temperature`. `vocab_chunk` divides the vocabulary.
-    Column 0 and the first token of every segment hold meaningless numbers that masks must hide.
+    Logits are divided by the predicted token's `temperature`. A chunk of the
+    vocabulary has at most `vocab_chunk` rows. Column 0 and the first token of every segment hold
+    meaningless numbers that masks must hide.
+    `choices` are of experts to use instead of the router's own, -1 for a token's own.
     """
     arrays = tokens, positions, segment_ids, temperature
-    return token_scores(model, params, *arrays, vocab_chunk=vocab_chunk).logprobs
+    return token_scores(model, params, *arrays, vocab_chunk=vocab_chunk, choices=choices).logprobs
 
 
 def token_scores(
@@ -109,71 +113,43 @@ def token_scores(
     *,
     vocab_chunk: int,
     entropy: bool = False,
+    choices: Int[AnyArray, "R L M k"] | None = None,
 ) -> Scored:
     """`token_logprobs`, and with `entropy` that of p(. | tokens before t) at position t."""
-    hidden = model.forward(params, tokens, positions, segment_ids)
+    arrays = tokens, positions, segment_ids, temperature
+    how = {"vocab_chunk": vocab_chunk, "entropy": entropy, "choices": choices}
+    return routed_scores(model, params, *arrays, **how)[0]
+
+
+def routed_scores(
+    model: Model,
+    params: Tree,
+    tokens: Int[AnyArray, "R L"],
+    positions: Int[AnyArray, "R L"],
+    segment_ids: Int[AnyArray, "R L"],
+    temperature: Float[AnyArray, "R L"],
+    *,
+    vocab_chunk: int,
+    entropy: bool,
+    choices: Int[AnyArray, "R L M k"] | None,
+) -> tuple[Scored, Int[Array, "R L M k"] | None]:
+    """`token_scores` and the router's own choices; None for a model without experts."""
+    own = None
+    if model.routing is None:
+        hidden = model.forward(params, tokens, positions, segment_ids)
+    else:
+        given = None if choices is None else jnp.asarray(choices).astype(jnp.int32)
+        hidden, own = model.routing.forward(params, tokens, positions, segment_ids, given)
     heat = next_token_temperature(temperature)
     scored = chunked_scores(
         model, params, hidden, next_token(tokens), heat, vocab_chunk, entropy=entropy
     )
-    return jax.tree.map(align_to_predicted, scored)
+    return jax.tree.map(align_to_predicted, scored), own
 
 
 def next_token_temperature(temperature: Float[AnyArray, "R L"]) -> Float[Array, "R L"]:
     """The temperature of the token that each position predicts."""
     return jnp.roll(temperature, -1, axis=1)
-
-
-_Carry = tuple[Array, Array, Array | None]
-"""Of the chunks so far: log-sum-exp, logit of the target if it was there, entropy if asked for."""
-
-
-def chunked_scores(
-    model: Model,
-    params: Tree,
-    hidden: Float[Array, "R L D"],
-    targets: Int[AnyArray, "R L"],
-    temperature: Float[AnyArray, "R L"],
-    vocab_chunk: int,
-    *,
-    entropy: bool = False,
-) -> Scored:
-    """Log-softmax at `targets`, the vocabulary taken in chunks with a running log-sum-exp."""
-    if model.vocab_size % vocab_chunk:
-        raise ValueError(f"vocab_chunk {vocab_chunk} does not divide {model.vocab_size}")
-
-    @jax.checkpoint
-    def chunk(carry: _Carry, start: Array) -> tuple[_Carry, None]:
-        before, picked, mixed = carry
-        logits = model.head(params, hidden, start, vocab_chunk) / temperature[..., None]
-        own = jax.nn.logsumexp(logits, axis=-1)
-        lse = jnp.logaddexp(before, own)
-        if mixed is not None:
-            shares = jnp.exp(before - lse), jnp.exp(own - lse)
-            logp = logits - own[..., None]
-            nats = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-            mixed = shares[0] * mixed + shares[1] * nats + _entropy_of_two(before - own)
-        inside = (targets >= start) & (targets < start + vocab_chunk)
-        index = jnp.clip(targets - start, 0, vocab_chunk - 1)
-        value = jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
-        return (lse, jnp.where(inside, value, picked), mixed), None
-
-    zeros = jnp.zeros(targets.shape, jnp.float32)
-    start = (jnp.full(targets.shape, -jnp.inf, jnp.float32), zeros, zeros if entropy else None)
-    starts = jnp.arange(0, model.vocab_size, vocab_chunk)
-    if len(starts) == 1:
-        (lse, picked, mixed), _ = chunk(start, starts[0])
-    else:
-        (lse, picked, mixed), _ = jax.lax.scan(chunk, start, starts)
-    return Scored(picked - lse, mixed)
-
-
-def _entropy_of_two(log_odds: Float[Array, "R L"]) -> Float[Array, "R L"]:
-    """Nats of a choice between two whose probabilities have these log-odds; -inf: none."""
-    some = jnp.isfinite(log_odds)
-    safe = jnp.where(some, log_odds, 0.0)
-    nats = jax.nn.softplus(safe) - safe * jax.nn.sigmoid(safe)
-    return jnp.where(some, nats, 0.0)
 
 
 def audit(
@@ -187,10 +163,10 @@ def audit(
     fresh: Bool[AnyArray, "R L"],
     *,
     vocab_chunk: int,
+    choices: Int[AnyArray, "R L M k"] | None = None,
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """(largest |behavior - log p| over `fresh` tokens, their number) under `params`."""
-    scores = token_logprobs(
-        model, params, tokens, positions, segment_ids, temperature, vocab_chunk=vocab_chunk
-    )
+    arrays = tokens, positions, segment_ids, temperature
+    scores = token_logprobs(model, params, *arrays, vocab_chunk=vocab_chunk, choices=choices)
     gap = jnp.where(fresh, jnp.abs(scores - behavior), 0.0)
     return gap.max(), jnp.sum(fresh)

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from rl_jax.arrays import Array, Tree
 from rl_jax.losses.types import PROXIMAL
+from rl_jax.precision import widened
 
 POLICY, CRITIC = "policy", "critic"
 """The trees that are trained; the others go by the score that they give."""
@@ -31,9 +33,31 @@ class Optimizer(NamedTuple):
     """Patterns of parameters' paths, as "trunk.blocks.*.mixer.*": no gradient, no update."""
 
 
+class Storage(NamedTuple):
+    """What the trees of `TrainState.params` are kept in (`precision.kept_in`).
+
+    Scores and gradients are always of the parameters rounded to `dtype`, and gradients are summed
+    in float32. With `masters` the trained trees themselves stay in float32, so no small step is
+    lost; without, an update is computed in float32 and rounded. Moving averages stay in float32,
+    the trees of other scores are kept in `dtype`.
+    """
+
+    dtype: str = "float32"
+    masters: bool = True
+
+    @property
+    def trained(self) -> str:
+        """The dtype of the trees that are trained."""
+        return "float32" if self.masters else self.dtype
+
+
+FLOAT32 = Storage()
+
+
 class TrainState(NamedTuple):
     params: dict[str, Tree]
-    """Named trees: `policy`, perhaps `critic`, and those of other scores: `proximal`, ..."""
+    """Named trees: `policy`, perhaps `critic`, and those of other scores: `proximal`, ... What is
+    trained is kept here and nowhere else, masters included."""
     optimizer: dict[str, Any]
     """Moments and their bias-correction counts, per tree that is trained."""
     loss: dict[str, Any]
@@ -57,8 +81,9 @@ def adam(
     reset_at_push: bool = True,
     updates_per_step: int = 1,
     frozen: tuple[str, ...] = (),
+    moment_dtype: DTypeLike = jnp.float32,
 ) -> Optimizer:
-    """AdamW on gradients clipped by global norm.
+    """AdamW on gradients clipped by global norm, its moments kept in `moment_dtype`.
 
     The learning rate is 0 for `hold_steps`, rises linearly over `warmup_steps` after them, and
     falls linearly from its full value at step 0 to `final_share` of it at `total_steps`.
@@ -77,7 +102,32 @@ def adam(
         optax.add_decayed_weights(weight_decay),
         optax.scale(-1.0),
     )
-    return Optimizer(transform, schedule, reset_at_push, updates_per_step, frozen)
+    stored = moments_in(transform, moment_dtype)
+    return Optimizer(stored, schedule, reset_at_push, updates_per_step, frozen)
+
+
+def moments_in(
+    transform: optax.GradientTransformation, dtype: DTypeLike
+) -> optax.GradientTransformation:
+    """`transform` with the floats of its state kept in `dtype` and computed in float32.
+
+    A second moment moves by at least 1 - b2 of its distance in a step, which bfloat16 (8 bits)
+    keeps up to b2 = 0.99 and loses at 0.999.
+    """
+
+    def kept(state: Tree) -> Tree:
+        return jax.tree.map(
+            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, state
+        )
+
+    def init(params: Tree) -> Tree:
+        return kept(transform.init(widened(params)))
+
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        updates, state = transform.update(updates, widened(state), widened(params))
+        return updates, kept(state)
+
+    return optax.GradientTransformation(init, update)
 
 
 def trained(tree: Tree, frozen: tuple[str, ...]) -> Tree:
@@ -122,8 +172,12 @@ def after_push(state: TrainState, optimizers: Mapping[str, Optimizer]) -> TrainS
         name: _fresh(own, state.params[name]) if own.reset_at_push else state.optimizer[name]
         for name, own in optimizers.items()
     }
-    pushed = {PROXIMAL: state.params[POLICY]} if PROXIMAL in state.params else {}
-    return state._replace(optimizer=moments, params=state.params | pushed)
+    params = dict(state.params)
+    if PROXIMAL in params:
+        params[PROXIMAL] = jax.tree.map(
+            lambda new, old: new.astype(old.dtype), params[POLICY], params[PROXIMAL]
+        )
+    return state._replace(optimizer=moments, params=params)
 
 
 def _fresh(optimizer: Optimizer, tree: Tree) -> Any:

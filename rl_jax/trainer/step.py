@@ -16,10 +16,21 @@ from rl_jax.losses.evaluate import evaluate
 from rl_jax.losses.types import Loss, Scores
 from rl_jax.metrics.states import Mean
 from rl_jax.model import Model
+from rl_jax.precision import kept_in, widened
 from rl_jax.trainer.anchors import follow
-from rl_jax.trainer.batches import Batch
+from rl_jax.trainer.batches import Batch, map_arrays
+from rl_jax.trainer.routing import Routed, told
 from rl_jax.trainer.scores import policy_scores
-from rl_jax.trainer.state import POLICY, Optimizer, TrainState, path_of, trained, whole
+from rl_jax.trainer.state import (
+    FLOAT32,
+    POLICY,
+    Optimizer,
+    Storage,
+    TrainState,
+    path_of,
+    trained,
+    whole,
+)
 
 
 class StepReport(NamedTuple):
@@ -43,14 +54,37 @@ class _Sums(NamedTuple):
     loss: Array
     metrics: dict[str, Mean]
     bad_column: Array
+    routed: Routed | None
 
 
-ScoresOf = Callable[[dict[str, Tree], Batch], Scores]
-"""(params, a microbatch) -> its scores."""
+ScoresOf = Callable[[dict[str, Tree], Batch], tuple[Scores, Routed | None]]
+"""(params, a microbatch) -> its scores, and what a router did."""
+
+
+Balance = Callable[[Tree, Routed | None], Tree]
+
+
+class Experts(NamedTuple):
+    """How a policy with experts is trained."""
+
+    replay: bool = False
+    """Tokens go to the experts that the sampler chose for them, where the batch has those (R3,
+    arXiv 2510.11370)."""
+    bias_rate: float = 0.0
+    """What the routers' correction biases move by after an update, towards an even load."""
+
+
+OWN_CHOICES = Experts()
 
 
 def make_train_step(
-    model: Model, loss: Loss, optimizers: Mapping[str, Optimizer], *, vocab_chunk: int
+    model: Model,
+    loss: Loss,
+    optimizers: Mapping[str, Optimizer],
+    *,
+    vocab_chunk: int,
+    storage: Storage = FLOAT32,
+    experts: Experts = OWN_CHOICES,
 ) -> TrainStep:
     """The pure step (state, batch) -> (state, report) of the policy; jit it with the state donated.
 
@@ -61,61 +95,79 @@ def make_train_step(
         raise ValueError(f"the policy gets one update per step, not {updates}")
     needs = loss.transform.needs
 
-    def scores_of(params: dict[str, Tree], part: Batch) -> Scores:
-        return policy_scores(model, params, part, needs, vocab_chunk=vocab_chunk)
+    def scores_of(params: dict[str, Tree], part: Batch) -> tuple[Scores, Routed | None]:
+        how = {"vocab_chunk": vocab_chunk, "replay": experts.replay}
+        return policy_scores(model, params, part, needs, **how)
 
-    return make_step(POLICY, loss, optimizers[POLICY], scores_of)
+    def balance(policy: Tree, routed: Routed | None) -> Tree:
+        if model.routing is None or routed is None or not experts.bias_rate:
+            return policy
+        return model.routing.balance(policy, routed.load, experts.bias_rate)
+
+    return make_step(POLICY, loss, optimizers[POLICY], scores_of, storage, balance)
 
 
-def make_step(name: str, loss: Loss, optimizer: Optimizer, scores_of: ScoresOf) -> TrainStep:
+def make_step(
+    name: str,
+    loss: Loss,
+    optimizer: Optimizer,
+    scores_of: ScoresOf,
+    storage: Storage,
+    balance: Balance = lambda tree, routed: tree,
+) -> TrainStep:
     """The step that trains the tree `name` and hands all others on.
 
-    An update of the policy counts in `TrainState.step` and moves its averages.
+    An update of the policy counts in `TrainState.step` and moves its averages. `balance` has the
+    last word on the updated tree, unless the learning rate holds it where it is.
     """
 
     def objective(
         own: dict[str, Tree], params: dict[str, Tree], part: Batch, stats: Any, loss_state: Any
-    ) -> tuple[Array, tuple[dict[str, Mean], Array]]:
-        scores = scores_of(params | {name: whole(own[name], params[name])}, part)
+    ) -> tuple[Array, tuple[dict[str, Mean], Array, Routed | None]]:
+        scores, routed = scores_of(params | {name: whole(own[name], params[name])}, part)
         terms, metrics = evaluate(loss.transform, scores, stats, loss_state)
         bad = ~(jnp.isfinite(scores.current) & jnp.isfinite(terms.loss))
         bad_column = jnp.where(bad.any(axis=1), jnp.argmax(bad, axis=1), -1).astype(jnp.int32)
-        return jnp.sum(part.weights * terms.loss), (metrics, bad_column)
+        return jnp.sum(part.weights * terms.loss), (metrics, bad_column, routed)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepReport]:
-        stats = _sum_stats(loss, lambda part: scores_of(state.params, part), batch)
-        own = {name: trained(state.params[name], optimizer.frozen)}
+        params = kept_in(state.params, storage.dtype)
+        stats = _sum_stats(loss, lambda part: scores_of(params, part)[0], batch)
+        own = {name: trained(params[name], optimizer.frozen)}
 
         def gradient(part: Batch) -> Any:
             differentiated = jax.value_and_grad(objective, has_aux=True)
-            return differentiated(own, state.params, part, stats, state.loss[name])
+            return differentiated(own, params, part, stats, state.loss[name])
 
         def accumulate(index: Array, sums: _Sums) -> _Sums:
-            (value, (metrics, bad)), grads = gradient(microbatch(batch, index))
+            (value, (metrics, bad, routed)), grads = gradient(microbatch(batch, index))
             return _Sums(
-                jax.tree.map(jnp.add, sums.grads, grads),
+                jax.tree.map(jnp.add, sums.grads, widened(grads)),
                 sums.loss + value,
                 {metric: sums.metrics[metric].merge(metrics[metric]) for metric in metrics},
                 sums.bad_column.at[index].set(bad),
+                jax.tree.map(jnp.add, sums.routed, routed),
             )
 
         sums = jax.lax.fori_loop(0, batch.count, accumulate, _no_sums(gradient, batch))
-        return _update(
-            name, state, sums, loss.transform.advance(state.loss[name], stats), optimizer
-        )
+        advanced = loss.transform.advance(state.loss[name], stats)
+        return _update(name, state, sums, advanced, optimizer, balance)
 
     return step
 
 
 def microbatch(batch: Batch, index: Array | int) -> Batch:
     """Arrays [R, L] of one microbatch."""
-    return Batch(*(jnp.asarray(leaf)[index] for leaf in batch[:-1]), count=batch.count)
+    return map_arrays(lambda leaf: jnp.asarray(leaf)[index], batch)
 
 
 def _no_sums(gradient: Callable[[Batch], Any], batch: Batch) -> _Sums:
-    (value, (metrics, bad)), grads = jax.eval_shape(gradient, microbatch(batch, 0))
+    found = jax.eval_shape(gradient, microbatch(batch, 0))
+    (value, (metrics, bad, routed)), grads = found
     bad_column = jnp.full((batch.tokens.shape[0], *bad.shape), -1, bad.dtype)
-    return _Sums(_zeros_like(grads), _zeros_like(value), _zeros_like(metrics), bad_column)
+    wide = jax.eval_shape(widened, grads)
+    sums = _Sums(wide, value, metrics, bad_column, routed)
+    return _zeros_like(sums)._replace(bad_column=bad_column)
 
 
 def _zeros_like(shapes: Tree) -> Tree:
@@ -135,7 +187,12 @@ def _sum_stats(loss: Loss, scores_of: Callable[[Batch], Scores], batch: Batch) -
 
 
 def _update(
-    name: str, state: TrainState, sums: _Sums, loss_state: Any, optimizer: Optimizer
+    name: str,
+    state: TrainState,
+    sums: _Sums,
+    loss_state: Any,
+    optimizer: Optimizer,
+    balance: Balance,
 ) -> tuple[TrainState, StepReport]:
     finite = {
         path_of(path): jnp.isfinite(leaf).all()
@@ -144,8 +201,10 @@ def _update(
     own = trained(state.params[name], optimizer.frozen)
     updates, moments = optimizer.transform.update(sums.grads[name], state.optimizer[name], own)
     rate = optimizer.learning_rate(state.step)
-    moved = jax.tree.map(lambda p, u: p + rate * u, own, updates)
-    params = state.params | {name: whole(moved, state.params[name])}
+    moved = jax.tree.map(lambda p, u: (widened(p) + rate * u).astype(p.dtype), own, updates)
+    tree = whole(moved, state.params[name])
+    balanced = balance(tree, sums.routed)
+    params = state.params | {name: _chosen(rate != 0, balanced, tree)}
     if name == POLICY:
         params |= follow(params, sums.metrics)
     new = TrainState(
@@ -157,6 +216,12 @@ def _update(
     applied = jnp.isfinite(sums.loss) & jnp.stack(list(finite.values())).all()
     # Or XLA fuses the whole conjunction into the update of every leaf.
     applied = jax.lax.optimization_barrier(applied)
-    state = jax.tree.map(lambda a, b: b if a is b else jnp.where(applied, a, b), new, state)
+    state = _chosen(applied, new, state)
     norm = optax.tree.norm(sums.grads)
-    return state, StepReport(sums.loss, norm, sums.metrics, finite, sums.bad_column)
+    metrics = sums.metrics | (told(sums.routed) if sums.routed else {})
+    return state, StepReport(sums.loss, norm, metrics, finite, sums.bad_column)
+
+
+def _chosen(condition: Array, new: Tree, old: Tree) -> Tree:
+    """`new` where the condition holds; a leaf that is the same in both costs nothing."""
+    return jax.tree.map(lambda a, b: b if a is b else jnp.where(condition, a, b), new, old)

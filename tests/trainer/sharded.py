@@ -20,7 +20,7 @@ from rl_jax.model import Model
 from rl_jax.sampler.programs import Programs, step_inputs
 from rl_jax.sampler.scheduler import Plan
 from rl_jax.sampler.step import StepInputs
-from rl_jax.sharding import make_mesh
+from rl_jax.sharding import make_trainer_mesh
 from rl_jax.trainer.batches import Batch, Shape
 from rl_jax.trainer.state import TrainState, adam
 from tests.trainer.build import batch_of, random_trajectories
@@ -75,7 +75,7 @@ def model() -> Model:
 @cache
 def trainer(data: int, tensor: int) -> Trainer:
     """On the first devices; version-0 parameters of seed 0."""
-    mesh = make_mesh(jax.devices(), data, tensor)
+    mesh = make_trainer_mesh(jax.devices(), data=data, tensor=tensor)
     loss, optimizer = build.build_loss(CONFIG), build.build_optimizer(CONFIG)
     critic = build.Critic(recipes.critic(), adam(1e-2))
     program = build.compile_step(model(), loss, optimizer, mesh, SHAPE, critic, ESTIMATES)

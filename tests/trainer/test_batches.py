@@ -54,7 +54,7 @@ def test_by_hand() -> None:
     assert batch.count == 1
     assert batch.segment_ids[0, 0, [0, 69, 70, 127]].tolist() == [1, 1, -1, -1]
     assert batch.segment_ids[0, 1, [0, 2, 3, 63, 64, 65, 66]].tolist() == [0, 0, -1, -1, 2, 2, -1]
-    row = [array[0, 1] for array in batch[:-1]]
+    row = [array[0, 1] for array in batch[:-2]]
     tokens, positions, _, mask, behavior, advantages, returns, weights, temperature, lag, tasks = (
         row
     )
@@ -80,7 +80,7 @@ def test_every_trajectory_lies_whole_at_its_place(lengths: list[int], seed: int)
     own = random_trajectories(lengths, seed=seed)
     batch, padding = built(own, 2)
     weights = token_mean(own)
-    flat = [array.reshape(-1, 128) for array in batch[:-1]]
+    flat = [array.reshape(-1, 128) for array in batch[:-2]]
     for number, (t, place) in enumerate(zip(own, pack(lengths, 128), strict=True)):
         tokens, positions, segments, mask, behavior, advantages, returns, *rest = (
             array[place.row, place.start : place.start + len(t.tokens)] for array in flat
@@ -100,13 +100,15 @@ def test_every_trajectory_lies_whole_at_its_place(lengths: list[int], seed: int)
     outside = batch.segment_ids == -1
     assert (~outside).sum() == sum(lengths)
     nothing = empty_batch(SHAPE)
-    assert all((a[outside] == b[outside]).all() for a, b in zip(batch[:-1], nothing, strict=False))
+    assert all((a[outside] == b[outside]).all() for a, b in zip(batch[:-2], nothing, strict=False))
     used = 1 + max(p.row for p in pack(lengths, 128))
     assert batch.count == -(-used // 2)
     assert padding == pytest.approx(1 - sum(lengths) / (int(batch.count) * 256))
 
 
-@pytest.mark.parametrize("name", [n for n in empty_batch(SHAPE)._fields if n != "count"])
+@pytest.mark.parametrize(
+    "name", [n for n in empty_batch(SHAPE)._fields if n not in ("count", "choices")]
+)
 def test_the_shape_and_the_types_do_not_depend_on_the_data(name: str) -> None:
     own = random_trajectories([100, 3])
     full, _ = built(own)
@@ -205,3 +207,19 @@ def test_planned_shapes_by_hand() -> None:
 def test_rows_that_no_trajectory_fits() -> None:
     with pytest.raises(ValueError, match="rows of 64 tokens cannot hold trajectories of 65"):
         batch_shape(1, 65, rows=1, row_length=64)
+
+
+def test_recorded_choices_lie_at_their_tokens_and_nowhere_else() -> None:
+    """The second trajectory's last two tokens have none, the third has none at all."""
+    own = random_trajectories([70, 5, 3])
+    marks = [np.arange(n * 4, dtype=np.uint16).reshape(n, 2, 2) for n in (70, 3)]
+    own[:2] = [replace(t, choices=c) for t, c in zip(own, marks, strict=False)]
+    batch, places, _ = build_batch(own, token_mean, 0, SHAPE, (2, 2))
+    assert batch.choices is not None and batch.choices.dtype == np.int16
+    for place, recorded in zip(places, marks, strict=False):
+        row = batch.choices.reshape(-1, SHAPE.row_length, 2, 2)[place.row]
+        np.testing.assert_array_equal(row[place.start :][: len(recorded)], recorded)
+    assert (batch.choices >= 0).sum() == (70 + 3) * 4
+    assert build_batch(own, token_mean, 0, SHAPE).batch.choices is None
+    with pytest.raises(ValueError, match=r"choices of .*: \[2, 2\] experts of a token, .*\[3, 2"):
+        build_batch(own, token_mean, 0, SHAPE, (3, 2))

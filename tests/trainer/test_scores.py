@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.llama import LlamaConfig, build_model
 from rl_jax.arrays import Array
+from rl_jax.precision import kept_in, taking_any
+from rl_jax.trainer.log_softmax import Scored, chunk_rows, read_by_head
 from rl_jax.trainer.scores import audit, chunked_scores, token_logprobs, token_scores
 from tests.fakes.bigram import bigram, log_softmax, logprobs, table
 
@@ -58,9 +61,63 @@ def test_extreme_logits_stay_finite(chunk: int) -> None:
     np.testing.assert_allclose(gradient[0, 0], [-1 / 6] * 6 + [0] * 5 + [1], rtol=1e-3)
 
 
-def test_a_chunk_must_divide_the_vocabulary() -> None:
-    with pytest.raises(ValueError, match="vocab_chunk 5 does not divide 12"):
-        chunked_scores(MODEL, TABLE, HIDDEN, TOKENS, HEAT, 5)
+@pytest.mark.parametrize("limit", [2, 5, 7, 12])
+def test_a_last_chunk_that_overlaps_changes_nothing(limit: int) -> None:
+    """13 rows: 7, 3, 2 and 2 chunks."""
+    odd, draws = bigram(13), np.random.default_rng(5)
+    hidden = jnp.asarray(draws.normal(size=(*TOKENS.shape, 13)) * 3, jnp.float32)
+    targets = draws.integers(13, size=TOKENS.shape).astype(np.int32)
+    targets[0] = [4, 5, 6, 7, 8, 9, 10, 11, 12]
+    whole = log_softmax(np.asarray(hidden, np.float64) / HEAT[..., None])
+
+    def value(hidden: Array) -> tuple[Array, Scored]:
+        got = chunked_scores(odd, {}, hidden, targets, HEAT, limit, entropy=True)
+        return jnp.sum(got.logprobs) + jnp.sum(got.entropy), got
+
+    slope, got = jax.grad(value, has_aux=True)(hidden)
+    wanted = np.take_along_axis(whole, targets[..., None], -1)[..., 0]
+    np.testing.assert_allclose(got.logprobs, wanted, atol=5e-6)
+    nats = -np.sum(np.exp(whole) * whole, -1, keepdims=True)
+    np.testing.assert_allclose(got.entropy, nats[..., 0], atol=5e-6)
+    own = (np.eye(13)[targets] - np.exp(whole)) - np.exp(whole) * (whole + nats)
+    np.testing.assert_allclose(slope, own / HEAT[..., None], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "at_most", "parts", "rows"),
+    [
+        (4096 * 3, 4096, 1, 4096),
+        (12, 5, 1, 4),
+        (13, 5, 1, 5),
+        (3, 8, 1, 3),
+        (8191, 4096, 1, 4096),
+        # Qwen3: 2^7 x 1187.
+        (151_936, 4096, 1, 2374),
+        (151_936, 2374, 2, 1187),
+        (151_936, 2374, 4, 585),
+        (151_936, 2374, 8, 293),
+    ],
+)
+def test_rows_of_a_chunk(vocabulary: int, at_most: int, parts: int, rows: int) -> None:
+    assert chunk_rows(vocabulary, at_most, parts) == rows
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_reads_one_leaf_in_either_dtype(dtype: str, tied: bool) -> None:
+    shape = LlamaConfig(
+        vocab_size=16, width=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn_width=8, tied=tied
+    )
+    model = taking_any(build_model(shape))
+    params = jax.eval_shape(lambda: kept_in(model.init(jax.random.key(0)), dtype))
+    read = read_by_head(model, params, jnp.zeros((1, 64, 8)))
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    assert [names[i] for i in read] == ["['embedding']" if tied else "['head']"]
+
+
+def test_a_chunk_has_a_row() -> None:
+    with pytest.raises(ValueError, match="vocab_chunk 0: needs at least 1"):
+        chunked_scores(MODEL, TABLE, HIDDEN, TOKENS, HEAT, 0)
 
 
 def test_scores_stand_at_the_token_they_speak_of() -> None:

@@ -13,9 +13,9 @@ from launch import build
 from rl_jax.arrays import Tree
 from rl_jax.dispatch import Dispatcher
 from rl_jax.metrics import names
-from rl_jax.sharding import DATA, TENSOR, param_shardings
+from rl_jax.sharding import ROWS, TENSOR, param_shardings
 from rl_jax.snapshots.publisher import reshard
-from rl_jax.trainer.batches import Batch
+from rl_jax.trainer.batches import Batch, map_arrays
 from rl_jax.trainer.state import TrainState
 from rl_jax.trainer.step import StepReport
 from tests.trainer import sharded
@@ -143,9 +143,9 @@ def test_every_step_takes_the_state_it_is_given(size: tuple[int, int]) -> None:
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(own.params))
 
 
-def test_rows_of_a_batch_are_split_over_the_data_axis() -> None:
+def test_rows_of_a_batch_are_split_over_the_axes_of_rows() -> None:
     (_, batch), _ = sharded.trainer(2, 2).program.step.input_shardings
-    assert batch.tokens.spec[1] == DATA
+    assert batch.tokens.spec[1] == ROWS
     assert batch.count.is_fully_replicated
 
 
@@ -172,10 +172,13 @@ def test_the_sampler_runs_pushed_weights() -> None:
 def spread_out(batch: Batch) -> Batch:
     """The same rows, each in a microbatch of its own beside an empty row."""
     assert batch.count == 1
-    moved = [array.copy() for array in batch[:-1]]
-    for array in moved:
+
+    def moved(given: np.ndarray) -> np.ndarray:
+        array = given.copy()
         array[1, 0], array[0, 1] = array[0, 1].copy(), array[1, 1].copy()
-    return Batch(*moved, count=np.array(2, np.int32))
+        return array
+
+    return map_arrays(moved, batch)._replace(count=np.array(2, np.int32))
 
 
 def test_two_rows_in_one_microbatch_or_in_two() -> None:
@@ -189,6 +192,7 @@ def test_two_rows_in_one_microbatch_or_in_two() -> None:
     assert distance(b.optimizer, a.optimizer) < 1e-6
 
 
+@pytest.mark.slow
 def test_trainer_and_sampler_step_at_full_speed() -> None:
     """Both sharded, a thousand steps each, as fast as the default depth allows, in a minute."""
     steps = 1000
