@@ -1,7 +1,8 @@
 """[N] Requests, completions and segments as msgpack values: arrays are bytes of a declared dtype.
 
-An array is [dtype, bytes], little-endian. Log-probabilities are float32. Decoding answers what
-encoding does not make with a ValueError that names the field.
+An array is [dtype, bytes], little-endian. Log-probabilities are float32. A completion has its
+experts, in the codec's form, only where they are recorded. Decoding answers what encoding does not
+make with a ValueError that names the field.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rl_jax.gateway.protocol import Completion, Finish, Request
-from rl_jax.trajectories.codec import parse_count, parse_real
+from rl_jax.trajectories.codec import decode_choices, encode_choices, parse_count, parse_real
 from rl_jax.trajectories.types import Origin, Segment
 
 MAX_ENTRIES = 1 << 22
@@ -53,18 +54,22 @@ def encode_completion(completion: Completion) -> list[Any]:
         _encode(completion.raw_logprobs, _LOGPROBS),
         _encode(completion.versions, _IDS),
         completion.finish.value,
+        *([] if completion.choices is None else [encode_choices(completion.choices)]),
     ]
 
 
 def decode_completion(value: object) -> Completion:
     """The completion of a plain form."""
-    tokens, logprobs, raw_logprobs, versions, finish = _fields("completion", value, 5)
+    more = isinstance(value, list) and len(value) == 6
+    fields = _fields("completion", value, 6 if more else 5)
+    tokens, logprobs, raw_logprobs, versions, finish, *recorded = fields
     ids, sampled = _decode("tokens", tokens, _IDS), _decode("versions", versions, _IDS)
     used, raw = _decode("logprobs", logprobs, _LOGPROBS), _decode("raw", raw_logprobs, _LOGPROBS)
     if not len(ids) == len(sampled) == len(used) == len(raw):
         raise ValueError(f"completion of {len(ids)} tokens: its arrays do not fit together")
     columns = (tuple(array.tolist()) for array in (ids, used, raw, sampled))
-    return Completion(*columns, finish=Finish(finish))
+    choices = decode_choices(recorded[0], MAX_ENTRIES) if recorded else None
+    return Completion(*columns, finish=Finish(finish), choices=choices)
 
 
 def encode_segments(segments: Sequence[Segment]) -> list[Any]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from rl_jax.trajectories.types import RolloutKey, Segment
 
 
@@ -24,6 +26,9 @@ class Completion(NamedTuple):
     """Under temperature 1."""
     versions: tuple[int, ...]
     finish: Finish
+    choices: np.ndarray | None = None
+    """uint8 or uint16[n, layers, k]: the experts of the sequence's tokens that follow those of its
+    completions before, up to the last but one; None where the sampler records none."""
 
 
 @dataclass(frozen=True)

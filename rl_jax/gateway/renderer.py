@@ -9,8 +9,9 @@ nothing of models, sessions or rewards.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2.sandbox
@@ -34,6 +35,8 @@ class Renderer:
     """Finds each tool call in a turn's text, stop token included; groups `name`, `arguments`."""
     added: re.Pattern[str]
     """Any added token's text."""
+    named: Mapping[str, str]
+    """What the template knows besides the messages: the texts of `bos_token` and its like."""
 
     @property
     def vocab_size(self) -> int:
@@ -108,7 +111,7 @@ class Renderer:
 
     def _render(self, messages: Sequence[Message], *, generate: bool) -> str:
         shown = [self._disarm(message) for message in messages]
-        return self.template.render(messages=shown, add_generation_prompt=generate)
+        return self.template.render(self.named, messages=shown, add_generation_prompt=generate)
 
     def _disarm(self, message: Message) -> Message:
         """No text from outside may pass for a token that structures the conversation."""
@@ -122,9 +125,14 @@ class Renderer:
 
 
 def build_renderer(
-    tokenizer: Tokenizer, template: str, *, stops: Sequence[str], call_pattern: str
+    tokenizer: Tokenizer,
+    template: str,
+    *,
+    stops: Sequence[str],
+    call_pattern: str,
+    named: Mapping[str, str] = MappingProxyType({}),
 ) -> Renderer:
-    """A renderer from the template's text; `stops` and `call_pattern` as the fields say."""
+    """A renderer from the template's text; the keywords as the fields say."""
     added = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items()}
     for stop in stops:
         if stop not in added:
@@ -135,7 +143,7 @@ def build_renderer(
     any_added = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))))
     compiled = _environment().from_string(template)
     stop_ids = tuple(added[stop] for stop in stops)
-    return Renderer(tokenizer, compiled, tuple(stops), stop_ids, pattern, any_added)
+    return Renderer(tokenizer, compiled, tuple(stops), stop_ids, pattern, any_added, named)
 
 
 def _environment() -> jinja2.Environment:
@@ -147,7 +155,9 @@ def _environment() -> jinja2.Environment:
     def to_json(value: Any, **keywords: Any) -> str:
         return json.dumps(value, ensure_ascii=False, **keywords)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.globals["raise_exception"] = fail
     environment.filters["tojson"] = to_json
     return environment

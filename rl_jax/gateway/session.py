@@ -30,6 +30,7 @@ class Session:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._choices: list[np.ndarray] = []
         self._sent = 0
 
     async def __aenter__(self) -> Self:
@@ -75,6 +76,8 @@ class Session:
         self._tokens += completion.tokens
         self._logprobs += completion.logprobs
         self._versions += completion.versions
+        if self._training and completion.choices is not None:
+            self._choices.append(completion.choices)
         self._sent = len(self._tokens)
         return completion
 
@@ -95,4 +98,5 @@ class Session:
             status=status,
             reason=reason,
             turns=turns,
+            choices=np.concatenate(self._choices) if self._choices else None,
         )

@@ -49,6 +49,18 @@ def test_arrays_travel_as_their_bytes() -> None:
     assert plain[1] == ["float32", np.float32([-0.5, -2.0]).tobytes()]
 
 
+def test_choices_travel_only_where_they_are_recorded() -> None:
+    bare = Completion((1,), (-0.5,), (-1.0,), (7,), Finish.LENGTH)
+    full = bare._replace(choices=np.uint8([[[3, 1]], [[0, 2]]]))
+    plain = messages.encode_completion(full)
+    assert plain[:5] == messages.encode_completion(bare)
+    assert plain[5:] == [[1, 1, 2, b"\3\1\0\2"]]
+    arrived = messages.decode_completion(sent(plain))
+    assert arrived[:5] == bare[:5]
+    assert arrived.choices is not None and arrived.choices.dtype == np.uint8
+    assert arrived.choices.tolist() == [[[3, 1]], [[0, 2]]]
+
+
 def changed(plain: list, place: int, value: object) -> list:
     return [*plain[:place], value, *plain[place + 1 :]]
 
@@ -73,6 +85,8 @@ ONE = ["int32", b"\0\0\0\0"]
         (messages.decode_request, changed(REQUEST, 5, 1), "training: 1 is neither"),
         (messages.decode_completion, changed(COMPLETION, 3, ["int32", b""]), "do not fit together"),
         (messages.decode_completion, changed(COMPLETION, 4, "bored"), "'bored' is not a valid"),
+        (messages.decode_completion, [*COMPLETION, None], "choices: a list of at most 4"),
+        (messages.decode_completion, [*COMPLETION, [], []], "completion: a list of 5"),
         (messages.decode_segments, [ONE, ONE, ONE, ["uint8", b""]], "do not fit together"),
         (messages.decode_segments, [ONE, ONE, ONE, ["uint8", b"\3"]], "do not fit together"),
     ],

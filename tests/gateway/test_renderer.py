@@ -4,6 +4,9 @@ Two formats: the lookup task's own and a chat of the ChatML kind, where consecut
 share one user turn, calls are JSON between tags, and text may be anything (all 256 bytes).
 """
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -224,6 +227,31 @@ def test_text_from_outside_cannot_pass_for_structure():
     assert sum(i in structure for i in more) == 3
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_directory_as_releases_have_it(tmp_path: Path, listed: bool) -> None:
+    """The template inside the configuration, tokens as records, nothing of ours; and its own words
+    for a token that only the template names."""
+    CHATML.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{{ bos_token }}" + CHATML_TEMPLATE
+    several = [{"name": "tool_use", "template": ""}, {"name": "default", "template": template}]
+    record = {"__type": "AddedToken", "content": "<|im_end|>", "lstrip": False}
+    settings = {
+        "bos_token": "<|endoftext|>", "eos_token": record, "pad_token": None,
+        "chat_template": several if listed else template,
+    }  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    renderer = load_renderer(tmp_path)
+    assert renderer.stop_ids == tuple(ids_of(CHATML, "<|im_end|>"))
+    first, *rest = renderer.prompt([user("the tool")])
+    assert [first] == ids_of(CHATML, "<|endoftext|>")
+    assert rest == CHATML.prompt([user("the tool")])
+    call = calls(("call", '{"name": 1}'))
+    text = '<tool_call>\n{"name": "call", "arguments": {"name": 1}}\n</tool_call><|im_end|>'
+    assert renderer.parse(CHATML.tokenizer.encode(text, add_special_tokens=False).ids) == call
+    later = renderer.extend([user("a"), says("b")], [user("c")], closed=True)
+    assert later == CHATML.extend([user("a"), says("b")], [user("c")], closed=True)
+
+
 def test_templates_that_cannot_be_extended_are_refused():
     forgetful = CHATML_TEMPLATE.replace(
         "message.content }}\n{%- for", "('' if not loop.last else message.content) }}\n{%- for"
@@ -252,3 +280,37 @@ def test_bad_input_is_named():
         build_renderer(LOOKUP.tokenizer, "", stops=["<stop>"], call_pattern=CHATML_CALL)
     with pytest.raises(ValueError, match="needs groups name and arguments"):
         build_renderer(LOOKUP.tokenizer, "", stops=["<|end|>"], call_pattern="(?P<name>.)")
+
+
+WORDS = '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []}'
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "config", "said"),
+    [
+        ("{}", '{"eos_token": "a"}', "tokenizer.json: not a tokenizer ("),
+        (WORDS, "{", "tokenizer_config.json: not JSON (Expecting property name"),
+        (WORDS, "[]", "tokenizer_config.json: needs one JSON object"),
+        (
+            WORDS,
+            '{"eos_token": {"id": 1}}',
+            "tokenizer_config.json: eos_token is no token: needs its",
+        ),
+        (
+            WORDS,
+            '{"eos_token": "a", "chat_template": [{"name": "x"}]}',
+            "tokenizer_config.json: chat_template: each of a list needs name and template",
+        ),
+        (
+            WORDS,
+            '{"eos_token": "a", "chat_template": 3}',
+            "tokenizer_config.json: chat_template is no text nor a list of them",
+        ),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, tokenizer: str, config: str, said: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ValueError) as caught:
+        load_renderer(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/{said}") and "\n" not in str(caught.value)

@@ -140,3 +140,31 @@ def test_a_request_that_would_bias_training_is_refused_in_one_line(
 
 def test_greedy_is_for_evaluation() -> None:
     assert Request((1,), 4, frozenset(), 0.0, training=False).temperature == 0.0
+
+
+class Recording(FakeSampler):
+    """Its n-th completion has n rows of experts, all n."""
+
+    async def generate(self, sequence: int, request: Request) -> Completion:
+        given = await super().generate(sequence, request)
+        n = len(self.requests)
+        return given._replace(choices=np.full((n, 2, 1), n, np.uint8))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_choices_of_all_turns_are_in_the_trajectory_of_training(training: bool) -> None:
+    async def main() -> None:
+        sampler = Recording(lambda key: iter([(7, 7, STOP), (8, STOP)]))
+        async with session(sampler, temperature=0.5, training=training) as own:
+            own.append([1, 2])
+            await own.generate(20)
+            own.append([5])
+            await own.generate(30)
+            made = own.trajectory(Status.COMPLETED, 1.0, turns=2)
+        if training:
+            assert made.choices is not None and made.choices.dtype == np.uint8
+            assert made.choices[:, :, 0].tolist() == [[1, 1], [2, 2], [2, 2]]
+        else:
+            assert made.choices is None
+
+    run(main)

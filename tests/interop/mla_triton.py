@@ -36,6 +36,8 @@ class Case:
     size: float = 1.0
     dtype: torch.dtype = torch.float32
     block: int = 64
+    shards: int = 1
+    """Into how many the queries of a row are cut."""
 
 
 def parts(width: int) -> tuple[int, int]:
@@ -66,23 +68,33 @@ def make_segments(case: Case) -> torch.Tensor:
     return segments
 
 
-def spans(segments: torch.Tensor, block: int):
-    """Token by token: `first` and `clear` of queries, `last` and `clear` of keys, per block."""
-    rows, length = segments.shape
-    count = math.ceil(length / block)
-    made = torch.zeros(4, rows, count, dtype=torch.int32)
+def spans(segments: torch.Tensor, block: int, at: int, length: int):
+    """Token by token, for queries at .. at + length of the rows: `first` and `clear` of blocks of
+    queries, then `last` and `clear` of blocks of keys, which count from the first query."""
+
+    def found(r: int, start: int, end: int) -> tuple[list[int], list[int], bool]:
+        of = segments[r, start:end].tolist()
+        where = [(segments[r] == s).nonzero().flatten() for s in of if s >= 0]
+        whole = len(where) == len(of)
+        return [int(w[0]) for w in where], [int(w[-1]) + 1 for w in where], whole
+
+    def here(token: int) -> int:
+        return min(max(token - at, 0), length)
+
+    rows, keys = segments.shape
+    queries = torch.zeros(2, rows, math.ceil(length / block), dtype=torch.int32)
+    made = torch.zeros(2, rows, math.ceil(keys / block), dtype=torch.int32)
     for r in range(rows):
-        for n in range(count):
-            of = segments[r, n * block : (n + 1) * block].tolist()
-            where = [(segments[r] == s).nonzero().flatten() for s in of if s >= 0]
-            starts, ends = [int(w[0]) for w in where], [int(w[-1]) + 1 for w in where]
-            beyond = (n + 1) * block
-            made[0, r, n] = min([s // CHUNK * CHUNK for s in starts], default=beyond)
-            made[1, r, n] = max([padded(s) for s in starts], default=beyond)
-            made[2, r, n] = max([padded(e) for e in ends], default=0)
-            whole = len(where) == len(of)
-            made[3, r, n] = min(e // CHUNK * CHUNK for e in ends) if whole else 0
-    return made
+        for n in range(queries.shape[2]):
+            beyond = at + (n + 1) * block
+            starts, _, _ = found(r, at + n * block, min(beyond, at + length))
+            queries[0, r, n] = min([s // CHUNK * CHUNK for s in starts], default=beyond)
+            queries[1, r, n] = max([padded(s) for s in starts], default=beyond)
+        for n in range(made.shape[2]):
+            _, ends, whole = found(r, n * block, (n + 1) * block)
+            made[0, r, n] = max([here(padded(e)) for e in ends], default=0)
+            made[1, r, n] = min(here(e // CHUNK * CHUNK) for e in ends) if whole else 0
+    return *queries, *made
 
 
 def sizes_of(q, v) -> dict[str, int]:
@@ -91,29 +103,34 @@ def sizes_of(q, v) -> dict[str, int]:
     return {"A": A, "A0": A0, "A1": A1, "V": V, "BV": padded_width(V), "BN": 32}
 
 
-def run_forward(q, k, v, segments, scale, block):
+def run_forward(q, k, v, segments, scale, block, at=0):
+    """Queries are tokens at.. of the rows of keys, whose segments are given."""
     rows, length, heads, _ = q.shape
-    first, clear, _, _ = spans(segments, block)
-    out, log_mass = torch.empty_like(v), torch.empty(rows, heads, length)
+    first, clear, _, _ = spans(segments, block, at, length)
+    own, place = segments[:, at : at + length].contiguous(), torch.tensor([at], dtype=torch.int32)
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=v.dtype)
+    log_mass = torch.empty(rows, heads, length)
     kernels.heads_forward[(first.shape[1], heads, rows)](
-        q, k, v, segments, first, clear, heads, length, out, log_mass,
+        q, k, v, own, segments, place, first, clear, heads, length, k.shape[1], out, log_mass,
         SCALE=scale * LOG2E, BM=block, **sizes_of(q, v),
     )  # fmt: skip
     return out, log_mass
 
 
-def run_backward(q, k, v, segments, scale, block, out, log_mass, do):
+def run_backward(q, k, v, segments, scale, block, out, log_mass, do, at=0):
     rows, length, heads, _ = q.shape
-    first, clear, last, key_clear = spans(segments, block)
+    first, clear, last, key_clear = spans(segments, block, at, length)
+    own, place = segments[:, at : at + length].contiguous(), torch.tensor([at], dtype=torch.int32)
     delta = (out.float() * do.float()).sum(-1).transpose(1, 2).contiguous()
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    grid = first.shape[1], heads, rows
     sizes = {"SCALE": scale * LOG2E, "FACTOR": scale, "BM": block, **sizes_of(q, v)}
-    kernels.heads_query_gradients[grid](
-        q, k, v, do, log_mass, delta, segments, first, clear, heads, length, dq, **sizes
+    given = q, k, v, do, log_mass, delta, own, segments, place
+    counts = heads, length, k.shape[1]
+    kernels.heads_query_gradients[(first.shape[1], heads, rows)](
+        *given, first, clear, *counts, dq, **sizes
     )
-    kernels.heads_key_gradients[grid](
-        q, k, v, do, log_mass, delta, segments, last, key_clear, heads, length, dk, dv, **sizes
+    kernels.heads_key_gradients[(last.shape[1], heads, rows)](
+        *given, last, key_clear, *counts, dk, dv, **sizes
     )
     return dq, dk, dv
 
@@ -127,6 +144,21 @@ def attention(q, k, v, segments, scale):
     return torch.einsum("rhlm,rmhv->rlhv", torch.where(seen, weights, 0.0), v)
 
 
+def run_shards(case: Case, operands, segments, scale):
+    """Outputs and gradients of all shards together; keys' gradients add up over them."""
+    q, k, v, do = operands
+    length, outs, made = q.shape[1] // case.shards, [], []
+    for at in range(0, q.shape[1], length):
+        own, own_do = (x[:, at : at + length].contiguous() for x in (q, do))
+        given = own, k, v, segments, scale, case.block
+        out, log_mass = run_forward(*given, at)
+        outs.append(out)
+        made.append(run_backward(*given, out, log_mass, own_do, at))
+    dq, dk, dv = zip(*made, strict=True)
+    sums = (sum(x.float() for x in own).to(case.dtype) for own in (dk, dv))
+    return torch.cat(outs, 1), (torch.cat(dq, 1), *sums)
+
+
 def compare(case: Case) -> bool:
     torch.manual_seed(0)
     segments = make_segments(case)
@@ -136,8 +168,7 @@ def compare(case: Case) -> bool:
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     want = attention(*exact, segments, scale)
     (want * do.double()).sum().backward()
-    out, log_mass = run_forward(q, k, v, segments, scale, case.block)
-    gradients = run_backward(q, k, v, segments, scale, case.block, out, log_mass, do)
+    out, gradients = run_shards(case, (q, k, v, do), segments, scale)
     forward = error(out, want.detach())
     errors = {
         name: error(got, x.grad)
@@ -289,6 +320,8 @@ def cases() -> list[Case]:
     found += [Case("ragged, padding", ragged, rows=2, heads=1)]
     found += [Case(f"ragged, blocks of {n}", ragged, heads=1, block=n) for n in (32, 128)]
     found += [Case("all padding", (1, -64, -64), heads=1)]
+    found += [Case("5 shards", (150, -20, 340), heads=1, shards=5, block=128)]
+    found += [Case("5 shards, one segment", (640,), heads=1, shards=5, block=32)]
     bf16 = {"dtype": torch.bfloat16}
     found += [Case("bf16", (300,), **bf16), Case("bf16 ragged", ragged, **bf16, block=128)]
     return [*found, Case("bf16 192 and 128 wide", (130,), heads=1, A=192, V=128, **bf16)]
