@@ -78,8 +78,9 @@ class TaskFamily(NamedTuple):
 
     train: Task
     heldout: Task
-    tokenizer_directory: Path
-    """As Hugging Face lays it out: tokenizer.json, chat_template.jinja, tokenizer_config.json."""
+    tokenizer_directory: Path | None
+    """As Hugging Face lays it out: tokenizer.json, chat_template.jinja, tokenizer_config.json. None
+    of a task in words that any policy may know."""
     demonstration: Callable[[int], Sequence[Message]]
     """A finished conversation for the training prompt with this index, for the warm start."""
     order: Callable[[int], Iterator[int]]

@@ -43,6 +43,6 @@ def test_a_directory_with_a_missing_part_is_named(tmp_path):
         load_renderer(tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja"):
         (tmp_path / name).write_text((TOKENIZER_DIRECTORY / name).read_text())
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
-    with pytest.raises(ValueError, match=r"tokenizer_config.json lacks the key stop_tokens"):
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    with pytest.raises(ValueError, match=r"tokenizer_config.json lacks the key eos_token"):
         load_renderer(tmp_path)

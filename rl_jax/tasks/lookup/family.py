@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rl_jax.tasks.base import TaskFamily
-from rl_jax.tasks.lookup.dataset import prompt_indices
+from rl_jax.tasks.dataset import prompt_indices
 from rl_jax.tasks.lookup.expert import demonstration
 from rl_jax.tasks.lookup.service import LookupTask
 
