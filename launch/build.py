@@ -2,49 +2,77 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from launch.compose import build_advantage as build_advantage
 from launch.compose import build_loss as build_loss
 from launch.compose import imported
-from models.kimi_linear.config import KimiLinearConfig
-from models.kimi_linear.module import build_model
+from models import kimi_linear, llama
+from models.execution import Execution
+from models.kimi_linear.config import WORDS, KimiLinearConfig
+from models.layers.rope import RopeScaling
+from models.llama.config import LlamaConfig
 from rl_jax import rng
 from rl_jax.arrays import CHUNK, Tree, round_up
+from rl_jax.config.base import UserError
+from rl_jax.config.model import KimiLinear, Llama
 from rl_jax.config.run import RunConfig
+from rl_jax.gateway.renderer import Renderer
+from rl_jax.gateway.renderer_files import load_renderer
 from rl_jax.losses import recipes
 from rl_jax.losses.types import Loss
 from rl_jax.model import Model
 from rl_jax.orchestrator.state import Limits, Pace
+from rl_jax.precision import kept_in, taking_any
 from rl_jax.sampler.layout import make_layout
 from rl_jax.sampler.programs import Programs as SamplerPrograms
 from rl_jax.sampler.programs import compile_programs
 from rl_jax.sampler.scheduler import Shapes
-from rl_jax.sharding import DATA, make_mesh, param_shardings, replicated
+from rl_jax.sharding import (
+    CONTEXT,
+    ROWS,
+    check_divides,
+    known,
+    make_mesh,
+    make_trainer_mesh,
+    param_shardings,
+    replicated,
+)
 from rl_jax.staleness import Admit, drop_stale, take_all, wait_for_stragglers
 from rl_jax.tasks.base import TaskFamily
-from rl_jax.trainer.anchors import first_anchors, teachers
+from rl_jax.trainer.anchors import first_anchors, kept, teachers
 from rl_jax.trainer.batches import Batch, Shape, batch_shape, empty_batch
 from rl_jax.trainer.critic import Estimate, first_critic, make_critic_step, make_estimates
+from rl_jax.trainer.log_softmax import chunk_rows
 from rl_jax.trainer.loop import Audit
 from rl_jax.trainer.scores import audit
 from rl_jax.trainer.state import (
     CRITIC,
+    FLOAT32,
     POLICY,
     Optimizer,
+    Storage,
     TrainState,
     adam,
     after_push,
     init_state,
+    path_of,
 )
-from rl_jax.trainer.step import TrainStep, make_train_step
+from rl_jax.trainer.step import OWN_CHOICES, Experts, TrainStep, make_train_step
 
-TASKS = {"lookup": "rl_jax.tasks.lookup.family:family"}
+TASKS = {
+    "lookup": "rl_jax.tasks.lookup.family:family",
+    "arithmetic": "rl_jax.tasks.arithmetic.family:family",
+}
+
+ROUTER_BIASES = ("*.router_bias",)
+"""Correction biases have no gradient: only `Routing.balance` moves them, and no weight decay."""
 
 
 class Meshes(NamedTuple):
@@ -57,7 +85,7 @@ def build_meshes(config: RunConfig) -> Meshes:
     devices = jax.devices()
     trainer, sampler = config.mesh.trainer, config.mesh.sampler
     return Meshes(
-        make_mesh(devices, trainer.data, trainer.tensor),
+        make_trainer_mesh(devices, **trainer.model_dump()),
         make_mesh(devices[trainer.size :], sampler.data, sampler.tensor),
     )
 
@@ -65,33 +93,66 @@ def build_meshes(config: RunConfig) -> Meshes:
 def build_task(config: RunConfig) -> TaskFamily:
     """Calls what `task.name` names. UserError where it cannot be imported."""
     make = imported(TASKS.get(config.task.name, config.task.name), "task.name")
-    return make(
+    family = make(
         seed=config.seed,
         latency_median_s=config.task.tool_latency_median_s,
         patience=config.warm_start.patience,
     )
+    named = config.task.tokenizer
+    return family if named is None else family._replace(tokenizer_directory=Path(named))
+
+
+def build_renderer(family: TaskFamily) -> Renderer:
+    """The renderer of the task's tokenizer. UserError where there is none, or a file is wrong."""
+    if family.tokenizer_directory is None:
+        raise UserError(
+            f"task.tokenizer: the task {family.train.name} has none of its own; name the directory "
+            "of the policy's, as rl-jax import leaves it"
+        )
+    try:
+        return load_renderer(family.tokenizer_directory)
+    except ValueError as error:
+        raise UserError(f"tokenizer of the task: {error}") from error
+
+
+def policy_config(config: RunConfig, vocab_size: int) -> LlamaConfig | KimiLinearConfig:
+    """The policy's shape; a vocabulary that the configuration does not tell is padded to a multiple
+    of 64.
+
+    UserError where the policy knows fewer tokens than the `vocab_size` of the tokenizer.
+    """
+    own = config.model
+    rows = own.vocab_size or round_up(vocab_size, CHUNK)
+    if rows < vocab_size:
+        raise UserError(
+            f"model.vocab_size = {rows}: needs at least {vocab_size}, the entries of the tokenizer"
+        )
+    sizes = own.model_dump(exclude={"family", "ffn", *vars(Execution())})
+    sizes |= {"vocab_size": rows, "ffn_width": own.ffn}
+    match own:
+        case Llama(rope_scaling=scaling):
+            sizes["rope_scaling"] = RopeScaling(**scaling.model_dump()) if scaling else None
+            return LlamaConfig(**sizes)
+        case KimiLinear():
+            sizes |= {key: None for key, word in WORDS.items() if sizes[key] == word}
+            return KimiLinearConfig(**sizes)
 
 
 def build_policy(config: RunConfig, vocab_size: int) -> Model:
-    """The policy; the vocabulary is padded to a multiple of 64."""
-    sizes = config.model
-    return build_model(
-        KimiLinearConfig(
-            vocab_size=round_up(vocab_size, CHUNK),
-            width=sizes.width,
-            layers=sizes.layers,
-            heads=sizes.heads,
-            head_dim=sizes.head_dim,
-            kv_latent=sizes.kv_latent,
-            kv_shared_key=sizes.kv_shared_key,
-            ffn_width=sizes.ffn,
-        )
-    )
+    """The policy of `policy_config`, executed as the configuration says."""
+    own, shape = config.model, policy_config(config, vocab_size)
+    execution = Execution(own.scan, own.remat, own.compute)
+    if isinstance(shape, LlamaConfig):
+        return taking_any(llama.build_model(shape, execution))
+    return taking_any(kimi_linear.build_model(shape, execution))
 
 
-def abstract_params(model: Model, mesh: Mesh) -> Tree:
-    """Shapes, dtypes and shardings of the parameters on a mesh."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
+def abstract_params(model: Model, mesh: Mesh | AbstractMesh, dtype: str = "float32") -> Tree:
+    """Shapes, dtypes and shardings of the parameters on a mesh, matrices in `dtype`.
+
+    ValueError naming a parameter that does not divide over it.
+    """
+    shapes = jax.eval_shape(lambda key: kept_in(model.init(key), dtype), jax.random.key(0))
     return _abstract(shapes, param_shardings(model.axes(), mesh))
 
 
@@ -143,6 +204,8 @@ def build_optimizer(config: RunConfig) -> Optimizer:
         weight_decay=own.weight_decay,
         max_grad_norm=own.max_grad_norm,
         reset_at_push=own.reset_at_push,
+        frozen=ROUTER_BIASES,
+        moment_dtype=own.moment_dtype,
     )
 
 
@@ -167,7 +230,8 @@ def build_critic(config: RunConfig) -> Critic | None:
         max_grad_norm=own.max_grad_norm,
         reset_at_push=own.reset_at_push,
         updates_per_step=own.updates_per_step,
-        frozen=own.frozen,
+        frozen=(*own.frozen, *ROUTER_BIASES),
+        moment_dtype=config.trainer.moment_dtype,
     )
     return Critic(recipes.critic(), optimizer)
 
@@ -177,6 +241,27 @@ def rl_shape(config: RunConfig) -> Shape:
     own = config.trainer
     members = own.groups * own.group_size
     return batch_shape(members, config.sampler.max_context, own.rows_per_microbatch, own.row_length)
+
+
+class StepOptions(NamedTuple):
+    """What the trainer's programs are compiled for, beside model, loss and shape."""
+
+    storage: Storage = FLOAT32
+    experts: Experts = OWN_CHOICES
+    choices: tuple[int, int] | None = None
+    """(layers, choices of a token) that batches have room for."""
+
+
+PLAIN = StepOptions()
+
+
+def step_options(config: RunConfig, model: Model) -> StepOptions:
+    """Of a run."""
+    own, routing = config.trainer, model.routing
+    experts = Experts(own.replay_choices, own.router_bias_rate)
+    recorded = routing is not None and config.sampler.record_choices
+    choices = (routing.layers, routing.chosen) if routing and recorded else None
+    return StepOptions(Storage(own.param_dtype, own.masters), experts, choices)
 
 
 class StepProgram(NamedTuple):
@@ -192,6 +277,42 @@ class StepProgram(NamedTuple):
     estimate: Estimate | None = None
 
 
+def _first_state(
+    model: Model,
+    loss: Loss,
+    optimizers: Mapping[str, Optimizer],
+    critic: Critic | None,
+    storage: Storage,
+) -> Callable[[Tree, Mapping[str, Tree]], TrainState]:
+    """(version-0 parameters, teachers by name) -> the state that training begins with."""
+    losses = {POLICY: loss} | ({CRITIC: critic.loss} if critic else {})
+
+    def init(params: Tree, teachers: Mapping[str, Tree]) -> TrainState:
+        own = kept_in(params, storage.trained)
+        trees = {POLICY: own} | kept(first_anchors(loss.transform.needs, own, teachers), storage)
+        if critic is not None:
+            trees[CRITIC] = first_critic(model, own)
+        return init_state(trees, optimizers, {n: own.transform.init() for n, own in losses.items()})
+
+    return init
+
+
+def abstract_state(
+    model: Model,
+    loss: Loss,
+    optimizer: Optimizer,
+    mesh: Mesh | AbstractMesh,
+    critic: Critic | None = None,
+    storage: Storage = FLOAT32,
+) -> TrainState:
+    """Shapes, dtypes and shardings of the trainer's state on a mesh."""
+    optimizers = {POLICY: optimizer} | ({CRITIC: critic.optimizer} if critic else {})
+    params = abstract_params(model, mesh)
+    known = dict.fromkeys(teachers(loss.transform.needs), params)
+    shapes = jax.eval_shape(_first_state(model, loss, optimizers, critic, storage), params, known)
+    return _abstract(shapes, state_shardings(shapes, params, mesh))
+
+
 def compile_step(
     model: Model,
     loss: Loss,
@@ -200,26 +321,18 @@ def compile_step(
     shape: Shape,
     critic: Critic | None = None,
     estimates: frozenset[str] = frozenset(),
+    options: StepOptions = PLAIN,
 ) -> StepProgram:
     """Compiled ahead of time for `mesh`; the state is donated at every call but estimates.
 
     `estimates` is what the advantage needs beside rewards.
     """
-    losses, optimizers = {POLICY: loss}, {POLICY: optimizer}
-    if critic is not None:
-        losses[CRITIC], optimizers[CRITIC] = critic
-
-    def init(params: Tree, teachers: Mapping[str, Tree]) -> TrainState:
-        trees = {POLICY: params} | first_anchors(loss.transform.needs, params, teachers)
-        if critic is not None:
-            trees[CRITIC] = first_critic(model, params)
-        return init_state(trees, optimizers, {n: own.transform.init() for n, own in losses.items()})
-
-    params = abstract_params(model, mesh)
-    known = dict.fromkeys(teachers(loss.transform.needs), params)
-    shapes = jax.eval_shape(init, params, known)
-    placed = state_shardings(shapes, params, mesh)
-    state, batch = _abstract(shapes, placed), _abstract_batch(shape, mesh)
+    storage, experts, choices = options
+    optimizers = {POLICY: optimizer} | ({CRITIC: critic.optimizer} if critic else {})
+    init = _first_state(model, loss, optimizers, critic, storage)
+    state = abstract_state(model, loss, optimizer, mesh, critic, storage)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+    batch = _abstract_batch(shape, mesh, choices)
 
     def stepping(step: TrainStep) -> TrainStep:
         own = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(mesh)))
@@ -229,7 +342,9 @@ def compile_step(
     started = jax.jit(init, out_shardings=placed)
     pushed = partial(after_push, optimizers=optimizers)
     chunk = vocab_chunk(model)
-    estimate = make_estimates(model, estimates, vocab_chunk=chunk)
+    how = {"vocab_chunk": chunk, "storage": storage}
+    estimate = make_estimates(model, estimates, replay=experts.replay, **how)
+    step = make_train_step(model, loss, optimizers, experts=experts, **how)
 
     def estimating() -> Any:
         own = jax.jit(estimate, out_shardings=replicated(mesh))
@@ -238,16 +353,25 @@ def compile_step(
 
     return StepProgram(
         init=lambda params, teachers=MappingProxyType({}): started(params, dict(teachers)),
-        step=stepping(make_train_step(model, loss, optimizers, vocab_chunk=chunk)),
+        step=stepping(step),
         after_push=jax.jit(pushed, donate_argnums=0, out_shardings=placed).lower(state).compile(),
         abstract=state,
-        critic=stepping(make_critic_step(model, critic.loss, optimizers)) if critic else None,
+        critic=stepping(make_critic_step(model, critic.loss, optimizers, storage))
+        if critic
+        else None,
         estimate=estimating() if estimates else None,
     )
 
 
-def compile_audit(model: Model, mesh: Mesh, shape: Shape) -> Audit:
-    """The check of fresh tokens, for one microbatch of `shape`."""
+def compile_audit(
+    model: Model,
+    mesh: Mesh,
+    shape: Shape,
+    served: str = "float32",
+    options: StepOptions = PLAIN,
+) -> Audit:
+    """The check of fresh tokens, for one microbatch of `shape`, under versions published in the
+    dtype `served`."""
 
     def run(params: Tree, part: Batch, lag: jax.Array) -> tuple[jax.Array, jax.Array]:
         return audit(
@@ -260,13 +384,14 @@ def compile_audit(model: Model, mesh: Mesh, shape: Shape) -> Audit:
             part.behavior,
             part.mask & (part.lag == lag),
             vocab_chunk=vocab_chunk(model),
+            choices=part.choices if options.experts.replay else None,
         )
 
-    part = _abstract_batch(shape, mesh, microbatch=True)
+    part = _abstract_batch(shape, mesh, options.choices, microbatch=True)
     lag = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
     jitted = jax.jit(run, out_shardings=replicated(mesh))
     with jax.set_mesh(mesh):
-        return jitted.lower(abstract_params(model, mesh), part, lag).compile()
+        return jitted.lower(abstract_params(model, mesh, served), part, lag).compile()
 
 
 def compile_sampler(config: RunConfig, model: Model, mesh: Mesh) -> SamplerPrograms:
@@ -280,11 +405,12 @@ def compile_sampler(config: RunConfig, model: Model, mesh: Mesh) -> SamplerProgr
         max_context=own.max_context,
     )
     shapes = Shapes(own.slots, own.prefill_rows, own.prefill_tokens, config.mesh.sampler.data)
-    params = abstract_params(model, mesh)
-    return compile_programs(model, params, layout, shapes, mesh, config.seed)
+    params = abstract_params(model, mesh, own.param_dtype)
+    record = own.record_choices
+    return compile_programs(model, params, layout, shapes, mesh, config.seed, record=record)
 
 
-def state_shardings(state: TrainState, params: Tree, mesh: Mesh) -> TrainState:
+def state_shardings(state: TrainState, params: Tree, mesh: Mesh | AbstractMesh) -> TrainState:
     """Moments beside their parameters, scalars everywhere. Both trees are abstract."""
     own = jax.tree_util.tree_leaves_with_path(params)
     by_path = dict(own)
@@ -300,23 +426,30 @@ def state_shardings(state: TrainState, params: Tree, mesh: Mesh) -> TrainState:
 
 
 def _abstract(shapes: Tree, shardings: Tree) -> Tree:
-    def one(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def one(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        check_divides(path_of(path), leaf.shape, sharding.spec, sharding.mesh)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(one, shapes, shardings)
+    return jax.tree_util.tree_map_with_path(one, shapes, shardings)
 
 
-def _abstract_batch(shape: Shape, mesh: Mesh, *, microbatch: bool = False) -> Batch:
-    axes = PartitionSpec(DATA) if microbatch else PartitionSpec(None, DATA)
-    rows, whole = NamedSharding(mesh, axes), replicated(mesh)
+def _abstract_batch(
+    shape: Shape,
+    mesh: Mesh,
+    choices: tuple[int, int] | None = None,
+    *,
+    microbatch: bool = False,
+) -> Batch:
+    axes = (ROWS, CONTEXT) if microbatch else (None, ROWS, CONTEXT)
+    rows, whole = NamedSharding(mesh, known(PartitionSpec(*axes), mesh)), replicated(mesh)
 
     def one(leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = rows if leaf.ndim else whole
         return jax.ShapeDtypeStruct(leaf.shape[microbatch:], leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(one, empty_batch(shape))
+    return jax.tree.map(one, empty_batch(shape, choices))
 
 
 def vocab_chunk(model: Model) -> int:
-    """The largest divisor of the vocabulary that is at most 4096."""
-    return max(n for n in range(1, min(model.vocab_size, 4096) + 1) if model.vocab_size % n == 0)
+    """Rows of the vocabulary that a step takes at once, at most 4096."""
+    return chunk_rows(model.vocab_size, 4096)

@@ -6,6 +6,7 @@ jax is imported after the configuration has been found good, so help and mistake
 import argparse
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,9 +18,11 @@ from typing import NoReturn
 
 from launch import env
 from launch.code import changed_packages, check_teachers, config_of, keep_code, located
+from launch.plan.command import add_options as plan_options
+from launch.plan.command import run as plan
 from launch.stop import Stopped
 from launch.terminal import reporter
-from rl_jax.config.base import UserError
+from rl_jax.config.base import UserError, toml_value
 from rl_jax.config.load import load, resolved
 from rl_jax.config.run import RunConfig, check_devices
 from rl_jax.wire.client import HandshakeRefused
@@ -73,7 +76,27 @@ _COMMANDS = {
         "Prints the events of all programs of RUN in the run's order.",
         "runs/quickstart | head",
     ),
+    "import": (
+        "take in a checkpoint of Hugging Face's or a GGUF file",
+        "Makes of SOURCE, a Hugging Face directory or a GGUF file of architecture llama with "
+        "byte-level BPE, a version that a run can start from: DIR/0 is for warm_start.snapshot, "
+        "DIR/model.toml holds the section [model], DIR is for task.tokenizer. Killed, it goes on "
+        "where it stopped when called again.",
+        "SmolLM2-135M-Instruct --out checkpoints/smollm2",
+    ),
+    "export": (
+        "write a version as a Hugging Face directory",
+        "Writes SNAPSHOT, a version that came from an import or from a run that began with one, as "
+        "a Hugging Face directory. Killed, it goes on where it stopped when called again.",
+        "runs/smollm2/snapshots/12 --out exported",
+    ),
     "list": ("list runs", "Lists the runs in DIR with their state.", "runs"),
+    "plan": (
+        "print the bytes that a model takes of a device",
+        "Prints what trainer and sampler of a configuration hold on one device of their meshes. "
+        "Parameters, optimizer and caches are exact, what has a ~ is estimated. Needs no devices.",
+        "--model quickstart --mesh data=2,fsdp=4 --chip v5p",
+    ),
 }
 """Name -> summary, description, arguments of an example."""
 
@@ -116,10 +139,43 @@ def _parser() -> argparse.ArgumentParser:
     own["show"].add_argument(
         "trajectory", metavar="TRAJECTORY", help="task/prompt/sample[/attempt]"
     )
+    plan_options(own["plan"])
+    _of_checkpoints(own["import"], own["export"])
     own["list"].add_argument(
         "directory", type=Path, metavar="DIR", nargs="?", default=Path("runs"), help="default: runs"
     )
     return parser
+
+
+def _of_checkpoints(taking: argparse.ArgumentParser, writing: argparse.ArgumentParser) -> None:
+    taking.add_argument("source", type=Path, metavar="SOURCE", help="directory or GGUF file")
+    taking.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "as-is"),
+        default="float32",
+        help="of the parameters; as-is keeps each tensor's own (default: float32)",
+    )
+    writing.add_argument(
+        "snapshot", type=Path, metavar="SNAPSHOT", help="a version, as runs/NAME/snapshots/12"
+    )
+    writing.add_argument(
+        "--max-shard-size",
+        type=_size,
+        metavar="SIZE",
+        help="cut into files of at most SIZE, as 5GB or 500MB (default: the files it came in)",
+    )
+    for parser in (taking, writing):
+        parser.add_argument(
+            "--out", type=Path, metavar="DIR", required=True, help="a new directory"
+        )
+
+
+def _size(text: str) -> int:
+    """Bytes of "5GB"; powers of ten, as Hugging Face counts them."""
+    found = re.fullmatch(r"([1-9]\d*)(KB|MB|GB)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: needs a number and KB, MB or GB, as 5GB")
+    return int(found[1]) * 1000 ** (1 + ("KB", "MB", "GB").index(found[2]))
 
 
 def _of_run(parser: argparse.ArgumentParser) -> None:
@@ -333,6 +389,39 @@ def _events(given: argparse.Namespace) -> int:
     return 0
 
 
+def _import(given: argparse.Namespace) -> int:
+    from launch.importing import MODEL, VERSION, import_checkpoint
+    from models.checkpoint.source import TOKENIZER
+
+    display = reporter(sys.stderr)
+    try:
+        import_checkpoint(given.source, given.out, given.dtype, display)
+    finally:
+        display.close()
+    print(
+        f"written to {given.out}: begin a run with the section of {given.out / MODEL},\n"
+        f"warm_start.snapshot = {toml_value(str(given.out / str(VERSION)))} and "
+        f"task.tokenizer = {toml_value(str(given.out))}"
+        if (given.out / TOKENIZER).is_file()
+        else f"written to {given.out}: no {TOKENIZER}: a run needs one in task.tokenizer; its "
+        f"section [model] is {given.out / MODEL},\n"
+        f"warm_start.snapshot = {toml_value(str(given.out / str(VERSION)))}"
+    )
+    return 0
+
+
+def _export(given: argparse.Namespace) -> int:
+    from launch.exporting import export_snapshot
+
+    display = reporter(sys.stderr)
+    try:
+        export_snapshot(given.snapshot, given.out, given.max_shard_size, display)
+    finally:
+        display.close()
+    print(f"written to {given.out}")
+    return 0
+
+
 def _list(given: argparse.Namespace) -> int:
     from launch.listing import list_runs
 
@@ -347,7 +436,10 @@ _ACTIONS = {
     "report": _report,
     "show": _show,
     "events": _events,
+    "import": _import,
+    "export": _export,
     "list": _list,
+    "plan": plan,
 }
 
 

@@ -22,9 +22,13 @@ SUMS, OWN, TEACHERS = "SHA256SUMS", "PACKAGES", "TEACHERS"
 
 
 def located(config: RunConfig) -> RunConfig:
-    """The same with absolute directories of teachers: a run may be resumed from elsewhere."""
+    """The same with absolute directories of teachers and of the snapshot that it starts from: a run
+    may be resumed, and its versions exported, from elsewhere."""
     known = {name: str(Path(where).absolute()) for name, where in config.teachers.items()}
-    return config.model_copy(update={"teachers": Directories(known)})
+    own = config.warm_start
+    if own.snapshot is not None:
+        own = own.model_copy(update={"snapshot": str(Path(own.snapshot).absolute())})
+    return config.model_copy(update={"teachers": Directories(known), "warm_start": own})
 
 
 def keep_code(config: RunConfig, run_dir: Path) -> None:

@@ -9,7 +9,6 @@ from launch.report.page import write_report
 from launch.report.trajectory import Decode
 from launch.summary import Summary, device_spans, summarise
 from rl_jax.config.run import RunConfig
-from rl_jax.gateway.renderer_files import load_renderer
 from rl_jax.metrics.trace import FOLDER, merge
 from rl_jax.metrics.writers import read
 from rl_jax.tasks.base import TaskFamily
@@ -42,7 +41,7 @@ def report(config: RunConfig, run_dir: Path, out: Path | None = None) -> Path:
 
 def decoder(family: TaskFamily) -> Decode:
     """The text of token ids, control tokens included."""
-    tokenizer = load_renderer(family.tokenizer_directory).tokenizer
+    tokenizer = build.build_renderer(family).tokenizer
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
 

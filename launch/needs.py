@@ -39,6 +39,17 @@ def check_needs(config: RunConfig) -> None:
         raise UserError(f"[critic] has nothing to learn: {advantage} gives no returns")
 
 
+def check_experts(config: RunConfig, model: Model) -> None:
+    """UserError naming a key that asks for experts where the model has none."""
+    for key, value in (
+        ("trainer.router_bias_rate", config.trainer.router_bias_rate),
+        ("trainer.replay_choices", config.trainer.replay_choices),
+        ("sampler.record_choices", config.sampler.record_choices),
+    ):
+        if value and model.routing is None:
+            raise UserError(f"{key} = {toml_value(value)}: needs a model with experts")
+
+
 def check_frozen(config: RunConfig, model: Model) -> None:
     """UserError for a pattern of `critic.frozen` that matches nothing, and where all is frozen."""
     if config.critic is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 from launch.notices import Notices, Published, Settled
 from launch.record import TrainerRecord
@@ -10,7 +11,7 @@ from rl_jax.arrays import Tree
 from rl_jax.dispatch import Dispatcher
 from rl_jax.metrics.trace import PUSH
 from rl_jax.snapshots.manifest import build_manifest
-from rl_jax.snapshots.publisher import Publisher, copy_tree
+from rl_jax.snapshots.publisher import Publisher, served_copy
 from rl_jax.snapshots.store import SnapshotStore
 from rl_jax.trainer.loop import Pushed
 
@@ -26,7 +27,8 @@ class Pusher:
     """Publishes ever newer versions, one publication at a time.
 
     Where the run goes on, versions after the checkpoint that are on record are made again and
-    compared; one whose publication was cut short is published now.
+    compared; one whose publication was cut short is published now. Versions are published in
+    `dtype`.
     """
 
     def __init__(
@@ -39,10 +41,12 @@ class Pusher:
         *,
         resumption: Resumption | None = None,
         deliver: Deliver = to_nobody,
+        dtype: str = "float32",
     ) -> None:
         self._publisher = Publisher(store, on_digest=self._on_digest)
         self._record, self._dispatcher, self._notices = record, dispatcher, notices
         self._background, self._deliver = background, deliver
+        self._copy = partial(served_copy, dtype=dtype)
         self.newest = resumption.version if resumption else -1
         """The last version that was handed over, published or about to be."""
         self._known: Mapping[int, str] = resumption.digests if resumption else {}
@@ -54,7 +58,7 @@ class Pusher:
 
     async def push(self, params: Tree, update: int) -> Pushed:
         """Returns when the copy is made and no older publication is under way."""
-        copy = await self._dispatcher.run(copy_tree, params, label="copy for a push")
+        copy = await self._dispatcher.run(self._copy, params, label="copy for a push")
         await self.published()
         self.newest += 1
         version = self.newest

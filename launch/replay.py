@@ -7,6 +7,7 @@ version's digest are compared; under an equal numerics fingerprint both must be 
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from rl_jax.replay import events
 from rl_jax.replay.log import check_format, read
 from rl_jax.replay.trajectory_log import read_groups
 from rl_jax.snapshots.manifest import build_manifest, named_leaves
-from rl_jax.snapshots.publisher import copy_tree
+from rl_jax.snapshots.publisher import served_copy
 from rl_jax.snapshots.store import SnapshotStore
 from rl_jax.trainer.loop import Hooks, Pushed, Schedule, Taken, train
 from rl_jax.trainer.state import TrainState
@@ -172,7 +173,8 @@ class _Player:
         self._parts.reporter.progress(update, versions=float(self.versions))
 
     async def _push(self, params: Tree, update: int) -> Pushed:
-        copy = await self._dispatcher.run(copy_tree, params)
+        served = partial(served_copy, dtype=self._parts.config.sampler.param_dtype)
+        copy = await self._dispatcher.run(served, params)
         self._version += 1
         told = self._recording.versions.get(self._version)
         if told is not None:

@@ -17,7 +17,6 @@ from launch.replay import read_recording
 from rl_jax.advantages import LOG_RATIOS, Advantage
 from rl_jax.arrays import AnyArray, Array, Tree
 from rl_jax.config.base import UserError
-from rl_jax.gateway.renderer_files import load_renderer
 from rl_jax.losses.evaluate import evaluate
 from rl_jax.losses.reductions import token_mean
 from rl_jax.losses.types import ENTROPY, PROXIMAL, REFERENCE, Loss, Scores, Terms
@@ -87,7 +86,7 @@ class Study:
         family = build.build_task(self.config)
         self.text = decoder(family)
         """The text of token ids, control tokens included."""
-        vocabulary = load_renderer(family.tokenizer_directory).vocab_size
+        vocabulary = build.build_renderer(family).vocab_size
         self.model: Model = build.build_policy(self.config, vocabulary)
 
     @property
@@ -140,7 +139,10 @@ class Study:
         proximal = newest if proximal is None else proximal
         members = [member for group in groups for member in group.members]
         published = self._batches[update].published_version
-        built = build_batch(members, token_mean, published, build.rl_shape(self.config))
+        options = build.step_options(self.config, self.model)
+        choices = options.choices if options.experts.replay else None
+        shape = build.rl_shape(self.config)
+        built = build_batch(members, token_mean, published, shape, choices)
         scored = {v: self._scored(v, built.batch) for v in {current, proximal, 0}}
         logprobs, entropy = scored[current]
         moved = np.where(built.batch.mask, logprobs - built.batch.behavior, 0.0)
@@ -185,7 +187,8 @@ class Study:
     def _forward(self, params: Tree, part: Batch) -> Scored:
         arrays = part.tokens, part.positions, part.segment_ids, part.temperature
         chunk = build.vocab_chunk(self.model)
-        return token_scores(self.model, params, *arrays, vocab_chunk=chunk, entropy=True)
+        how = {"vocab_chunk": chunk, "entropy": True, "choices": part.choices}
+        return token_scores(self.model, params, *arrays, **how)
 
     @cached_property
     def _score(self):

@@ -23,6 +23,7 @@ from rl_jax.tasks.base import TaskFamily
 from rl_jax.trainer.anchors import teachers
 from rl_jax.trainer.batches import batch_shape, build_batch
 from rl_jax.trainer.state import adam
+from rl_jax.trainer.step import Experts
 from rl_jax.trajectories.types import NOT_SAMPLED, RolloutKey, Status, Trajectory
 
 POOL = 4096
@@ -92,7 +93,9 @@ async def warm_start(
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     loss = recipes.supervised()
     optimizer = adam(own.learning_rate, warmup_steps=10, total_steps=own.steps, final_share=0.0)
-    compiling = partial(build.compile_step, model, loss, optimizer, mesh, shape)
+    options = build.StepOptions(experts=Experts(bias_rate=config.trainer.router_bias_rate))
+    where = model, loss, optimizer, mesh, shape, None, frozenset(), options
+    compiling = partial(build.compile_step, *where)
     program = await in_background(compiling)
     state = program.init(params)
     draws = rng.host(config.seed, rng.Purpose.WARM_START)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch import build
-from launch.needs import check_frozen, check_needs
+from launch.needs import check_experts, check_frozen, check_needs
 from launch.terminal import Reporter
 from rl_jax.config.base import UserError
 from rl_jax.config.run import RunConfig
 from rl_jax.gateway.renderer import Renderer
-from rl_jax.gateway.renderer_files import load_renderer
 from rl_jax.model import Model
 from rl_jax.orchestrator.rollout import RolloutLimits
 from rl_jax.replay.log import Clock
@@ -58,11 +57,9 @@ def build_parts(config: RunConfig, run_dir: Path, reporter: Reporter, began: flo
     check_needs(config)
     family = build.build_task(config)
     check_questions(config, family)
-    try:
-        renderer = load_renderer(family.tokenizer_directory)
-    except ValueError as error:
-        raise UserError(f"tokenizer of the task: {error}") from error
+    renderer = build.build_renderer(family)
     model = build.build_policy(config, renderer.vocab_size)
+    check_experts(config, model)
     check_frozen(config, model)
     return Parts(config, run_dir, reporter, family, renderer, model, RunTime(began), Clock())
 

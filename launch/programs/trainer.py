@@ -46,12 +46,15 @@ def compile_trainer(parts: Parts, meshes: build.Meshes) -> Compiled:
     loss, optimizer = build.build_loss(config), build.build_optimizer(config)
     critic = build.build_critic(config)
     needs = build.build_advantage(config).needs
-    step = build.compile_step(model, loss, optimizer, meshes.trainer, shape, critic, needs)
-    audit = build.compile_audit(model, meshes.trainer, shape)
+    options = build.step_options(config, model)
+    step = build.compile_step(model, loss, optimizer, meshes.trainer, shape, critic, needs, options)
+    served = config.sampler.param_dtype
+    audit = build.compile_audit(model, meshes.trainer, shape, served, options)
     own = None
     if critic is not None and step.critic is not None:
         own = Critic(step.critic, critic.optimizer.updates_per_step, critic.loss.reduction)
-    return Compiled(step, Programs(step.step, step.after_push, audit, own, step.estimate))
+    after, choices = step.after_push, options.choices
+    return Compiled(step, Programs(step.step, after, audit, own, step.estimate, choices))
 
 
 class Weights(NamedTuple):
@@ -65,7 +68,8 @@ class Weights(NamedTuple):
 def weights_again(parts: Parts, meshes: build.Meshes) -> Weights:
     """Of a run whose version 0 is published. UserError where a teacher is no longer there."""
     store = SnapshotStore(parts.run_dir / "snapshots")
-    params = store.load(0, build.abstract_params(parts.model, meshes.trainer))
+    dtype = parts.config.sampler.param_dtype
+    params = store.load(0, build.abstract_params(parts.model, meshes.trainer, dtype))
     return Weights(params, load_teachers(parts.config, parts.model, meshes.trainer))
 
 
@@ -130,6 +134,7 @@ class Trainer:
             self._snapshots, record, dispatcher, notices, background,
             resumption=resumption,
             deliver=deliver,
+            dtype=parts.config.sampler.param_dtype,
         )  # fmt: skip
         self._saving: asyncio.Task[None] | None = None
         self._began = False
@@ -205,7 +210,8 @@ class Trainer:
 
     async def _go_on(self, where: Resumption) -> tuple[TrainState, Pushed]:
         """The state of the checkpoint; the newest version is with the samplers."""
-        abstract = build.abstract_params(self._parts.model, self._meshes.trainer)
+        dtype = self._parts.config.sampler.param_dtype
+        abstract = build.abstract_params(self._parts.model, self._meshes.trainer, dtype)
         newest = await asyncio.to_thread(self._snapshots.load, where.newest, abstract)
         # A kill may have left it committed and not pointed to.
         await asyncio.to_thread(self._snapshots.point, where.newest)

@@ -30,7 +30,8 @@ async def run(parts: Parts, role: Role) -> None:
     record = SamplerRecord(parts, role.name)
     dispatcher = Dispatcher(role.name, on_span=spans_of(parts, record.trace, meshes.sampler))
     store = SnapshotStore(parts.run_dir / "snapshots")
-    abstract = build.abstract_params(parts.model, meshes.sampler)
+    dtype = parts.config.sampler.param_dtype
+    abstract = build.abstract_params(parts.model, meshes.sampler, dtype)
     address = role.addresses.samplers[int(role.name.removeprefix("sampler-"))]
     try:
         async with asyncio.TaskGroup() as background:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 
@@ -22,6 +22,10 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 _TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 PLAIN = frozenset(_TYPE_WORDS)
@@ -64,21 +68,54 @@ def requirement(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     return ", ".join([_TYPE_WORDS.get(annotation, "a list"), *bounds])
 
 
-def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of `model`, tables included, in the order they are declared."""
+def keys(
+    model: type[BaseModel], prefix: str = "", tags: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """Every dotted key of `model`, tables included, in the order they are declared.
+
+    Where a table is one of several kinds, those of the first kind that `tags` names.
+    """
     for name, field in model.model_fields.items():
         yield prefix + name
-        if (inner := _section(field)) is not None:
-            yield from keys(inner, f"{prefix}{name}.")
+        if (inner := _section(field, tags)) is not None:
+            yield from keys(inner, f"{prefix}{name}.", tags)
 
 
-def _section(field: FieldInfo) -> type[BaseModel] | None:
+def _section(field: FieldInfo, tags: frozenset[str]) -> type[BaseModel] | None:
     """The model of a table, one that may be left out too; None for any other field."""
-    annotation = field.annotation
-    for one in get_args(annotation) if get_origin(annotation) is UnionType else (annotation,):
-        if isinstance(one, type) and issubclass(one, BaseModel):
-            return one
-    return None
+    tables = _sections(field)
+    named = [table for tag, table in tables.items() if tag in tags]
+    return next(iter([*named, *tables.values()]), None)
+
+
+def _sections(field: FieldInfo) -> dict[str, type[BaseModel]]:
+    """The models that a table may be, by what its telling key says; "" where it has none."""
+    annotation, told_by = field.annotation, field.discriminator
+    union = get_origin(annotation) in (Union, UnionType)
+    tables = [
+        one
+        for one in (get_args(annotation) if union else (annotation,))
+        if isinstance(one, type) and issubclass(one, BaseModel)
+    ]
+    if not isinstance(told_by, str):
+        return {"": tables[0]} if tables else {}
+    return {table.model_fields[told_by].default: table for table in tables}
+
+
+def _untagged(
+    location: Sequence[str | int], model: type[BaseModel]
+) -> tuple[tuple[str | int, ...], frozenset[str]]:
+    """`location` without what pydantic puts in to say which kind of table it took, and that."""
+    parts, tags, inside = [], set(), {"": model}
+    for part in location:
+        if part in inside and part:
+            tags.add(part)
+            inside = {"": inside[part]}
+            continue
+        parts.append(part)
+        own = [table.model_fields.get(part) for table in inside.values() if isinstance(part, str)]
+        inside = _sections(own[0]) if own and own[0] else {}
+    return tuple(parts), frozenset(tags)
 
 
 def dotted(location: Iterable[str | int]) -> str:
@@ -100,9 +137,9 @@ def toml_value(value: Any) -> str:
     return "{...}" if isinstance(value, dict) else str(value)
 
 
-def _nearest(key: str, model: type[BaseModel]) -> str:
+def _nearest(key: str, model: type[BaseModel], tags: frozenset[str]) -> str:
     """How the sentence about the unknown `key` ends: the key meant, or those there are."""
-    known = list(keys(model))
+    known = list(keys(model, tags=tags))
     section, _, leaf = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     elsewhere = {k.rpartition(".")[2]: k for k in known}
@@ -113,14 +150,16 @@ def _nearest(key: str, model: type[BaseModel]) -> str:
     return f"{f'[{section}]' if section else 'the top level'} has {', '.join(siblings)}"
 
 
-def _field(location: Sequence[str | int], model: type[BaseModel]) -> tuple[FieldInfo, bool]:
+def _field(
+    location: Sequence[str | int], model: type[BaseModel], tags: frozenset[str]
+) -> tuple[FieldInfo, bool]:
     """The field that `location` is, and whether it is an entry of that list or table instead."""
     found: list[FieldInfo] = []
     for part in location:
         if not isinstance(part, str) or part not in model.model_fields:
             break
         found.append(model.model_fields[part])
-        model = _section(found[-1]) or model
+        model = _section(found[-1], tags) or model
     assert found, "pydantic locates every error at or below a field"
     return found[-1], len(found) < len(location)
 
@@ -130,14 +169,19 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
     often explain the rest. The key is "" where the mistake is between several keys."""
     found = error.errors()
     first = min(found, key=lambda e: e["type"] != "extra_forbidden")
-    key, given = dotted(first["loc"]), toml_value(first["input"])
+    location, tags = _untagged(first["loc"], model)
+    key, given = dotted(location), toml_value(first["input"])
     more = f" ({len(found) - 1} more wrong)" if len(found) > 1 else ""
     if first["type"] == "extra_forbidden":
-        return key, f"unknown key {key}; {_nearest(key, model)}{more}"
+        return key, f"unknown key {key}; {_nearest(key, model, tags)}{more}"
     if first["type"] == "value_error":
         said = str(first.get("ctx", {}).get("error", first["msg"]))
         return key, (f"{key} = {given}: {said}" if key else said) + more
-    field, inside = _field(first["loc"], model)
+    field, inside = _field(location, model, tags)
+    if first["type"] == "union_tag_invalid":
+        need = " or ".join(map(json.dumps, _sections(field)))
+        told = first.get("ctx", {}).get("tag")
+        return key, f"{key}.{field.discriminator} = {toml_value(told)}: needs {need}{more}"
     if inside and get_origin(field.annotation) in (tuple, dict):
         need = requirement(get_args(field.annotation)[get_origin(field.annotation) is dict])
     else:

@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,22 +17,31 @@ _CALLS = {"loss.recipe": Loss().recipe, "advantage.name": Advantage().name}
 _BARE_WORD = re.compile(r"[A-Za-z_./][\w./:-]*")
 
 
-def load(path: Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> RunConfig:
+def load(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    check_files: bool = True,
+    options: Mapping[str, str] = MappingProxyType({}),
+) -> RunConfig:
     """The configuration in `path` with each override `a.b=value` applied, later ones winning.
 
     One that names another loss or advantage comes first, and the file's keywords of the old go.
+    Errors call an override of a key in `options` what that says, all others --set.
     Raises UserError, in one line, for anything wrong with the file, an override or a value.
     """
     table = _read(path)
     naming = [text for text in overrides if _key(text) in _CALLS]
     rest = [text for text in overrides if _key(text) not in _CALLS]
-    set_here = [_override(table, text) for text in naming + rest]
+    set_here = [_override(table, text, options) for text in naming + rest]
     try:
         config = RunConfig.model_validate(table)
     except ValidationError as error:
         key, sentence = explain(error, RunConfig)
-        both = f"{path} with --set" if overrides else path
-        source = "--set" if key.partition("[")[0] in set_here else both
+        named = dict.fromkeys(options.get(own, "--set") for own in set_here)
+        both = f"{path} with {', '.join(named)}" if named else path
+        own = key.partition("[")[0]
+        source = options.get(own, "--set") if own in set_here else both
         raise UserError(f"{source}: {sentence}") from None
     if check_files:
         _check_files(config)
@@ -56,17 +66,18 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
-def _override(table: dict[str, Any], text: str) -> str:
+def _override(table: dict[str, Any], text: str, options: Mapping[str, str]) -> str:
     """Puts one override into `table` and returns its key."""
     key, (_, equals, value) = _key(text), text.partition("=")
+    told = options.get(key, f"--set {text}")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
         raise UserError(f"--set {text}: needs section.key=value, as in staleness.tau=2")
     *sections, leaf = key.split(".")
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise UserError(f"--set {text}: {section} is a value and has no keys of its own")
-    parsed = _parse(value.strip(), text)
+            raise UserError(f"{told}: {section} is a value and has no keys of its own")
+    parsed = _parse(value.strip(), told)
     if key in _CALLS and parsed != table.get(leaf, _CALLS[key]):
         table.clear()
     table[leaf] = parsed
@@ -77,16 +88,14 @@ def _key(text: str) -> str:
     return text.partition("=")[0].strip()
 
 
-def _parse(value: str, text: str) -> Any:
+def _parse(value: str, told: str) -> Any:
     """`value` read as TOML; a bare word, whose quotes a shell has eaten, is a string."""
     try:
         parsed = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
         parsed = {"value": value} if _BARE_WORD.fullmatch(value) else {}
     if parsed.keys() != {"value"}:
-        raise UserError(
-            f'--set {text}: the value is not TOML; write 3, 0.5, true, "text" or [1, 2]'
-        )
+        raise UserError(f'{told}: the value is not TOML; write 3, 0.5, true, "text" or [1, 2]')
     return parsed["value"]
 
 

@@ -6,18 +6,25 @@ tell is checked later: devices by `check_devices`, files by `load`, imports by t
 
 import re
 from collections.abc import Mapping
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
-from rl_jax.config.base import Section, UserError
+from rl_jax.config.base import Count, NonNegative, Positive, Section, UserError
+from rl_jax.config.model import KimiLinear, Llama, Model
 
 CHUNK = 64
 """`rl_jax.arrays.CHUNK`, repeated because a configuration is read without jax."""
 
-TASKS = ("lookup",)
+TASKS = ("lookup", "arithmetic")
 """The tasks that a bare name means."""
 RECIPES = (
     "ppo", "grpo", "dual_clip", "dapo", "dr_grpo", "gspo", "gmpo", "cispo", "tis", "mis", "icepop",
@@ -34,12 +41,9 @@ ADVANTAGES = (
 NAMING = {"task": "name", "loss": "recipe", "advantage": "name"}
 """Section -> its key that may name an object of the user's own."""
 
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
 Chunked = Annotated[int, Field(ge=CHUNK, multiple_of=CHUNK)]
 Buckets = Annotated[tuple[Count, ...], Field(strict=False, min_length=1)]
-Layers = Annotated[tuple[Literal["kda", "mla"], ...], Field(strict=False, min_length=1)]
+Dtype = Literal["float32", "bfloat16"]
 
 
 def _one_of(kind: str, known: tuple[str, ...]) -> AfterValidator:
@@ -80,38 +84,45 @@ class Task(Section):
     """What the agent is trained on."""
 
     name: Annotated[str, _one_of("task", TASKS)] = "lookup"
+    tokenizer: str | None = None
+    """Directory of the policy's own tokenizer, as `rl-jax import` leaves it; else the task's."""
     tool_latency_median_s: NonNegative = 0.02
     """Lognormal, p99 = 10 x median."""
 
 
-class Model(Section):
-    """The policy; `layers` names the token mixer of each layer, first to last."""
-
-    family: Literal["kimi_linear"] = "kimi_linear"
-    width: Count = 128
-    layers: Layers = ("kda", "kda", "kda", "mla")
-    heads: Count = 4
-    head_dim: Count = 32
-    ffn: Count = 256
-    kv_latent: Count = 32
-    kv_shared_key: Count = 16
-
-
 class MeshShape(Section):
-    """One program's devices: `data` x `tensor`."""
+    """One program's devices: the product of all axes."""
 
     data: Count = 1
     tensor: Count = 1
 
     @property
     def size(self) -> int:
-        return self.data * self.tensor
+        return prod(self.model_dump().values())
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.model_dump().items())
+
+
+class TrainerMesh(MeshShape):
+    """Rows lie over data, fsdp and expert; `fsdp` cuts parameters and optimizer besides."""
+
+    fsdp: Count = 1
+    expert: Count = 1
+    """Cuts experts."""
+    context: Count = 1
+    """Cuts the tokens of a row, in multiples of 64."""
+
+    @property
+    def rows(self) -> int:
+        """Over how many devices the rows of a microbatch lie."""
+        return self.data * self.fsdp * self.expert
 
 
 class Mesh(Section):
     """Trainer and sampler stand on devices of their own."""
 
-    trainer: MeshShape = MeshShape()
+    trainer: TrainerMesh = TrainerMesh()
     sampler: MeshShape = MeshShape()
 
 
@@ -149,6 +160,17 @@ class Trainer(Section):
     """The learning rate falls linearly to this share of itself at the last update."""
     row_length: Chunked = 256
     rows_per_microbatch: Count = 16
+    param_dtype: Dtype = "float32"
+    """What matrices are scored and differentiated in, and kept in where they are not trained."""
+    masters: bool = True
+    """Trained parameters are kept in float32, whatever `param_dtype` is; without, updates smaller
+    than a rounding of bfloat16 are lost."""
+    moment_dtype: Dtype = "float32"
+    """What the optimizer's moments are kept in."""
+    router_bias_rate: NonNegative = 0.0
+    """With experts: what an update moves their correction biases by, towards an even load."""
+    replay_choices: bool = False
+    """With `sampler.record_choices`: tokens go to the experts that the sampler chose for them."""
 
 
 class Loss(Call):
@@ -224,6 +246,11 @@ class Sampler(Section):
     with the cache of the old ones ("keep")."""
     sessions: Count = 384
     """Sequences that hold pages at once."""
+    param_dtype: Dtype = "float32"
+    """What matrices of a published version are rounded to: samplers, snapshots and their digests,
+    and the policy that training begins with."""
+    record_choices: bool = False
+    """With experts: which of them every token goes to is part of its trajectory."""
 
     @field_validator("prefill_tokens")
     @classmethod
@@ -310,7 +337,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     task: Task = Task()
-    model: Model = Model()
+    model: Model = KimiLinear()
     mesh: Mesh = Mesh()
     warm_start: WarmStart = WarmStart()
     trainer: Trainer = Trainer()
@@ -367,6 +394,16 @@ class RunConfig(Section):
                 f"rollout.ahead = {rollout.ahead}: needs at most staleness.tau x "
                 f"trainer.push_every = {fresh}, or batches are stale before they are trained on"
             )
+        if not trainer.masters and trainer.param_dtype == "float32":
+            raise ValueError(
+                'trainer.masters = false: needs trainer.param_dtype = "bfloat16"; parameters in '
+                "float32 are their own masters"
+            )
+        if trainer.replay_choices and not sampler.record_choices:
+            raise ValueError(
+                "trainer.replay_choices = true: needs sampler.record_choices = true, or there is "
+                "nothing to replay"
+            )
         if rollout.over_sample and rollout.ahead:
             raise ValueError(
                 f"rollout.over_sample = {rollout.over_sample}: needs rollout.ahead = 0, not "
@@ -377,14 +414,23 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _shards(self) -> "RunConfig":
         trainer, sampler = self.mesh.trainer, self.mesh.sampler
+        kv_heads = self.model.kv_heads if isinstance(self.model, Llama) else 1
+        kept = () if kv_heads == 1 else (("model.kv_heads", kv_heads),)
         for key, value, whole_key, whole in (
+            *(("trainer.tensor", trainer.tensor, *own) for own in kept),
+            *(("sampler.tensor", sampler.tensor, *own) for own in kept),
             ("trainer.tensor", trainer.tensor, "model.heads", self.model.heads),
             ("trainer.tensor", trainer.tensor, "model.ffn", self.model.ffn),
             ("sampler.tensor", sampler.tensor, "model.heads", self.model.heads),
             ("sampler.tensor", sampler.tensor, "model.ffn", self.model.ffn),
+            ("trainer.fsdp", trainer.fsdp, "model.width", self.model.width),
             (
-                "trainer.data", trainer.data,
+                "trainer.data x fsdp x expert", trainer.rows,
                 "trainer.rows_per_microbatch", self.trainer.rows_per_microbatch,
+            ),
+            (
+                "trainer.context x 64", trainer.context * 64,
+                "trainer.row_length", self.trainer.row_length,
             ),
             ("sampler.data", sampler.data, "sampler.slots", self.sampler.slots),
             ("sampler.data", sampler.data, "sampler.prefill_rows", self.sampler.prefill_rows),
@@ -408,7 +454,6 @@ def check_devices(config: RunConfig, available: int) -> None:
     key, other = ("trainer", "sampler") if trainer.size > sampler.size else ("sampler", "trainer")
     own, taken = getattr(config.mesh, key), getattr(config.mesh, other).size
     raise UserError(
-        f"mesh.{key} needs {own.size} devices (data {own.data} x tensor {own.tensor}) besides the "
-        f"{taken} of mesh.{other}, {available} available: make mesh.{key}.data x mesh.{key}.tensor "
-        f"at most {max(available - taken, 1)}"
+        f"mesh.{key} needs {own.size} devices ({own}) besides the {taken} of mesh.{other}, "
+        f"{available} available: make the product of mesh.{key} at most {max(available - taken, 1)}"
     )

@@ -111,7 +111,10 @@ def test_resolved_reads_back_equal(tmp_path, file):
     changes = ["warm_start.patience=0.25", "mesh.trainer.tensor=2", "loss.eps_low=1e-5"]
     changes += ["loss.kind=tv", "loss.bounds=[0.5, 5]", "loss.on=true"]
     more = ["critic.frozen=['head.*']", "teachers.old=runs/a/snapshots/3"]
-    for config in (load(file), load(file, changes), load(file, more)):
+    llama = ["model.family=llama", "model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4"]
+    llama += ["model.rope_scaling.original_max_positions=64", "model.scan=true"]
+    configs = load(file), load(file, changes), load(file, llama), load(file, more)
+    for config in configs:
         again = tmp_path / "again.toml"
         again.write_text(resolved(config))
         assert load(again) == config

@@ -53,9 +53,11 @@ def test_chunk_is_the_one_of_arrays():
         ({"loss": {"recipe": "grop"}}, 'loss.recipe = "grop": no such recipe; there is ppo, grpo,'),
         ({"loss": {"recipe": "mine.py"}}, "and your own as path/to/file.py:name or package.module"),
         ({"advantage": {"name": "mine"}}, 'advantage.name = "mine": no such advantage; there is g'),
+        ({"trainer": {"replay_choices": True}}, "needs sampler.record_choices = true, or there is"),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature = 0.0: needs a number, above 0"),
         ({"rollout": {"top_p": 0.99}}, "rollout.top_p = 0.99: must be 1.0: training requests"),
-        ({"task": {"name": "lokup"}}, 'task.name = "lokup": no such task; there is lookup, and'),
+        ({"task": {"name": "lokup"}},
+         'task.name = "lokup": no such task; there is lookup, arithmetic, and'),
         ({"task": {"name": "no.such file:x"}}, 'task.name = "no.such file:x": no such task'),
         ({"control": {"rewards": "random"}}, 'needs "true" or "shuffled"'),
         ({"sampler": {"prefill_tokens": [64, 16]}}, "must ascend"),
@@ -78,8 +80,30 @@ def test_chunk_is_the_one_of_arrays():
         ({"rollout": {"ahead": 0.0, "over_sample": -0.1}},
          "rollout.over_sample = -0.1: needs a number, at least 0"),
         ({"rollout": {"retry_pause_s": 0.0}}, "rollout.retry_pause_s = 0.0: needs a number, above"),
+        ({"model": {"family": "mamba"}}, 'model.family = "mamba": needs "kimi_linear" or "llama"'),
+        ({"model": {"family": "llama", "kv_latent": 3}}, "unknown key model.kv_latent; [model] "),
+        ({"model": {"kv_heads": 2}}, "unknown key model.kv_heads; did you mean model.heads?"),
+        ({"model": {"family": "llama", "layers": ["kda"]}},
+         'model.layers = ["kda"]: needs an integer, at least 1'),
+        ({"model": {"layers": ["kdb"]}}, 'model.layers[0] = "kdb": needs "kda" or "mla"'),
+        ({"model": {"family": "llama", "kv_heads": 3}}, "kv_heads 3 needs to divide heads 4"),
+        ({"model": {"family": "llama", "head_dim": 7}}, "model.head_dim = 7: needs an integer"),
+        ({"model": {"family": "llama", "rope_scaling": {"kind": "yarn", "factor": 2}}},
+         "kind 'yarn' needs original_max_positions"),
+        ({"model": {"family": "llama", "rope_scaling": {"kind": "linear", "factor": 0.5}}},
+         "model.rope_scaling.factor = 0.5: needs a number, at least 1"),
+        ({"model": {"family": "llama", "rope_scaling": {"kind": "linear", "factro": 2}}},
+         "unknown key model.rope_scaling.factro; did you mean model.rope_scaling.factor?"),
+        ({"model": {"family": "llama"}, "mesh": {"sampler": {"tensor": 4}}},
+         "mesh.sampler.tensor = 4: needs a divisor of model.kv_heads = 2"),
+        ({"model": {"remat": "all"}}, 'model.remat = "all": needs "none" or "block" or "dots"'),
         ({"mesh": {"trainer": {"tensor": 3}}},
          "mesh.trainer.tensor = 3: needs a divisor of model.heads = 4"),
+        ({"mesh": {"trainer": {"fsdp": 2, "expert": 3}}},
+         "mesh.trainer.data x fsdp x expert = 6: needs a divisor of trainer.rows_per_microbatch"),
+        ({"mesh": {"trainer": {"context": 8}}},
+         "mesh.trainer.context x 64 = 512: needs a divisor of trainer.row_length = 256"),
+        ({"mesh": {"sampler": {"expert": 2}}}, "mesh.sampler.expert"),
         ({"mesh": {"sampler": {"data": 3}}},
          "mesh.sampler.data = 3: needs a divisor of sampler.slots = 64"),
     ],
@@ -100,6 +124,8 @@ def test_refused(sections, said):
         {"loss": {"eps_low": 0.999}},
         {"loss": {"recipe": "my/loss.py:soft", "bounds": [0.5, 5], "kind": "tv", "on": True}},
         {"advantage": {"name": "pkg.advantages:mine", "gamma": 1}},
+        {"model": {"family": "llama", "kv_heads": 1}, "mesh": {"sampler": {"tensor": 4}}},
+        {"model": {"family": "llama", "rope_scaling": {"kind": "linear", "factor": 2}}},
         {"task": {"name": "my/tasks.py:geography"}},
         {"task": {"name": "pkg.tasks:geography"}},
         {"warm_start": {"steps": 0, "patience": 1.0}},
@@ -149,7 +175,7 @@ def test_devices():
         check_devices(value, 5)
     assert str(caught.value) == (
         "mesh.sampler needs 4 devices (data 2 x tensor 2) besides the 2 of mesh.trainer, "
-        "5 available: make mesh.sampler.data x mesh.sampler.tensor at most 3"
+        "5 available: make the product of mesh.sampler at most 3"
     )
     with pytest.raises(UserError, match=r"^mesh\.trainer needs 4 devices"):
         check_devices(config(mesh={"trainer": {"data": 4}}), 2)

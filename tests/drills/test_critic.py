@@ -51,6 +51,7 @@ def digests(run: Run) -> list[str]:
     return [e.digest for e in run.told(events.VersionPublished)]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_and_replayed(
     start: Start, monkeypatch: pytest.MonkeyPatch, own: RunConfig
 ) -> None:

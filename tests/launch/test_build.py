@@ -1,6 +1,7 @@
 """From configuration to values: meshes, sizes, placement of the trainer's state."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from launch import build, compose
+from models.kimi_linear.config import kimi_linear_48b
 from rl_jax.config.base import UserError
+from rl_jax.config.load import load
 from rl_jax.config.run import RunConfig
 from rl_jax.sharding import make_mesh
+from rl_jax.tasks.lookup.data import TOKENIZER_DIRECTORY
 from rl_jax.trainer.batches import Shape
 from rl_jax.trainer.state import adam, init_state
 
@@ -24,19 +28,46 @@ def test_an_unknown_task_is_the_users_error() -> None:
         build.build_task(config(task={"name": "no_such_package:family"}))
 
 
+def test_a_task_in_words_needs_the_policys_tokenizer() -> None:
+    with pytest.raises(UserError, match=r"task\.tokenizer: the task arithmetic has none of"):
+        build.build_renderer(build.build_task(config(task={"name": "arithmetic"})))
+    named = {"name": "arithmetic", "tokenizer": str(TOKENIZER_DIRECTORY)}
+    renderer = build.build_renderer(build.build_task(config(task=named)))
+    assert renderer.vocab_size == 384
+    named["tokenizer"] = "nowhere"
+    with pytest.raises(UserError, match=r"tokenizer of the task: nowhere/tokenizer.json does not"):
+        build.build_renderer(build.build_task(config(task=named)))
+
+
 def test_meshes_are_disjoint_trainer_first() -> None:
     meshes = build.build_meshes(
         config(mesh={"trainer": {"data": 1, "tensor": 2}, "sampler": {"data": 2, "tensor": 1}})
     )
     assert [d.id for d in meshes.trainer.devices.flat] == [0, 1]
     assert [d.id for d in meshes.sampler.devices.flat] == [2, 3]
-    assert meshes.trainer.devices.shape == (1, 2)
+    assert meshes.trainer.devices.shape == (1, 1, 2, 1, 1)
     assert meshes.sampler.devices.shape == (2, 1)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_64() -> None:
     assert build.build_policy(config(), 65).vocab_size == 128
     assert build.build_policy(config(), 64).vocab_size == 64
+
+
+def test_a_policy_of_the_llama_kind_is_the_configurations() -> None:
+    scaling = {"kind": "linear", "factor": 2.0}
+    own = {"family": "llama", "layers": 3, "kv_heads": 2, "head_dim": 16, "qk_norm": True}
+    own |= {"rope_scaling": scaling, "tied": False, "width": 48, "ffn": 40, "compute": "bfloat16"}
+    model = build.build_policy(config(model=own), 65)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    assert model.vocab_size == 128 and shapes["head"].shape == (128, 48)
+    assert sorted(shapes["blocks"]) == ["block_0", "block_1", "block_2"]
+    block = shapes["blocks"]["block_2"]
+    assert block["attention"]["key"].shape == (48, 2, 16)
+    assert block["attention"]["query_norm"]["scale"].shape == (16,)
+    assert block["ffn"]["up"].shape == (48, 40)
+    row = jax.ShapeDtypeStruct((1, 64), jnp.int32)
+    assert jax.eval_shape(model.forward, shapes, row, row, row).dtype == jnp.bfloat16
 
 
 def test_the_optimizer_is_the_configurations() -> None:
@@ -63,7 +94,8 @@ def test_a_critic_is_the_configurations() -> None:
     assert own is not None
     rates = [float(own.optimizer.learning_rate(jnp.int32(n))) for n in (0, 99)]
     assert rates == [0.25, 0.25], "it does not wait for itself"
-    assert (own.optimizer.updates_per_step, own.optimizer.frozen) == (3, ("trunk.a*",))
+    assert own.optimizer.updates_per_step == 3
+    assert own.optimizer.frozen == ("trunk.a*", *build.ROUTER_BIASES)
     assert own.loss.transform.needs == {"value"}
 
 
@@ -116,3 +148,8 @@ def test_the_vocabulary_is_cut_into_equal_chunks_of_at_most_4096(
 def test_the_configurations_own_task_is_there() -> None:
     assert re.fullmatch(r"[\w.]+:\w+", build.TASKS["lookup"])
     assert callable(compose.imported(build.TASKS["lookup"], "task.name"))
+
+
+def test_the_48b_configuration_is_the_released_models() -> None:
+    own = load(Path("configs/kimi_linear_48b.toml"))
+    assert build.policy_config(own, 163840) == kimi_linear_48b()

@@ -1,17 +1,19 @@
 """What a loss or an advantage asks for and the configuration does not give."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from launch import build
-from launch.needs import check_frozen, check_needs
+from launch.needs import check_experts, check_frozen, check_needs
 from rl_jax.advantages import Advantage, Estimates, PerToken
 from rl_jax.config.base import UserError
 from rl_jax.config.run import RunConfig
 from rl_jax.losses.reductions import token_mean
 from rl_jax.losses.types import Loss, stateless
 from rl_jax.trajectories.types import Group
+from tests.fakes import tiny
 from tests.fakes.bigram import bigram
 
 GAE = {"name": "length_adaptive_gae"}
@@ -105,3 +107,16 @@ def test_single_rollouts_without_a_critic(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(build, "build_advantage", lambda config: Advantage(of_group))
     check_needs(config(trainer={"group_size": 1}))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"trainer": {"router_bias_rate": 1e-3}}, "trainer.router_bias_rate = 0.001"),
+        ({"sampler": {"record_choices": True}}, "sampler.record_choices = true"),
+    ],
+)
+def test_experts_that_the_model_lacks(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"^{said}: needs a model with experts$"):
+        check_experts(config(**sections), tiny.model())
+    check_experts(config(**sections), tiny.model(tiny.ROUTED))

@@ -13,7 +13,7 @@ from tests.notebooks.execute import copied, executed, paths
 
 NAMES = {"build_a_loss", "compare_recipes", "write_a_transform"}
 TIMED = {"write_a_transform"}
-"""What these show depends on how fast the machine is."""
+"""These train: they are slow, and what they show depends on how fast the machine is."""
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -67,7 +67,10 @@ def test_outputs_are_stored(path: Path) -> None:
     assert "/tmp/" not in text and "/home/" not in text and "/root/" not in text
 
 
-@pytest.mark.parametrize("path", paths(), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[pytest.mark.slow] * (p.stem in TIMED), id=p.stem) for p in paths()],
+)
 def test_it_executes(path: Path, tmp_path: Path) -> None:
     stored = code_cells(path)
     notebook = executed(path, copied(tmp_path / "notebooks"))

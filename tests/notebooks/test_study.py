@@ -55,7 +55,7 @@ def test_it_is_visibly_off_policy() -> None:
     moved = np.asarray(batch.scores.current - batch.scores.behavior)[mask]
     assert 0.1 < np.abs(moved).mean() < 0.3
     assert np.abs(moved).max() > 2.0
-    assert len(np.unique(np.asarray(batch.scores.lag)[mask])) == 3
+    assert len(np.unique(np.asarray(batch.scores.lag)[mask])) > 1
 
 
 def test_the_recorded_loss_and_gradient_come_out_again() -> None:
@@ -96,11 +96,10 @@ def test_the_gradient_is_the_slope_of_the_value() -> None:
 
 
 def test_fresh_tokens_have_the_log_probability_they_were_sampled_with() -> None:
-    batch = seen()
+    batch = study().batch(1)
     compared = 0
     for number, trajectory in enumerate(batch.trajectories):
-        lag = batch.of(batch.scores.lag, number)
-        fresh = trajectory.loss_mask & (lag == 0) & pure(trajectory)
+        fresh = (trajectory.versions == batch.current) & pure(trajectory)
         moved = batch.of(batch.scores.current - batch.scores.behavior, number)[fresh]
         assert np.all(np.abs(moved) < 1e-4)
         compared += int(fresh.sum())
