@@ -20,6 +20,7 @@ LEVELS = {
     "rl_jax.trajectories": (1, 1),
     "rl_jax.staleness": (1, 1),
     "rl_jax.model": (1, 1),
+    "rl_jax.precision": (2, 2),
     "rl_jax.sharding": (0, 0),
     "rl_jax.losses": (2, 2),
     "rl_jax.advantages": (2, 2),
