@@ -73,6 +73,18 @@ def leaf_of(part: Part) -> Leaf:
     return Leaf(tuple(sizes[axis] for axis in part.order), (part,))
 
 
+def heads_out(tensor: str, heads: int, head_dim: int, inputs: int) -> Leaf:
+    """[heads * head_dim, inputs] -> [inputs, heads, head_dim]."""
+    split = (heads, head_dim, inputs)
+    return leaf_of(Part(tensor, (heads * head_dim, inputs), split, (2, 0, 1)))
+
+
+def heads_in(tensor: str, outputs: int, heads: int, head_dim: int) -> Leaf:
+    """[outputs, heads * head_dim] -> [heads, head_dim, outputs]."""
+    split = (outputs, heads, head_dim)
+    return leaf_of(Part(tensor, (outputs, heads * head_dim), split, (1, 2, 0)))
+
+
 def tensors_of(table: Table) -> dict[str, tuple[int, ...]]:
     """Every tensor that the table speaks of and its shape, in the table's order."""
     return {part.tensor: part.shape for leaf in table.values() for part in leaf.parts}

@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.checkpoint.layout import CheckpointError, Leaf, Part, Table, leaf_of, plain
+from models.checkpoint.layout import (
+    CheckpointError,
+    Leaf,
+    Part,
+    Table,
+    heads_in,
+    heads_out,
+    leaf_of,
+    plain,
+)
 from models.kimi_linear.config import KimiLinearConfig
 
 MODEL_TYPES = ("kimi_linear",)
@@ -160,18 +169,6 @@ def _turned(tensor: str, outputs: int, inputs: int) -> Leaf:
     return leaf_of(plain(tensor, (outputs, inputs), (1, 0)))
 
 
-def _heads_out(tensor: str, heads: int, head_dim: int, inputs: int) -> Leaf:
-    """[heads * head_dim, inputs] -> [inputs, heads, head_dim]."""
-    split = (heads, head_dim, inputs)
-    return leaf_of(Part(tensor, (heads * head_dim, inputs), split, (2, 0, 1)))
-
-
-def _heads_in(tensor: str, outputs: int, heads: int, head_dim: int) -> Leaf:
-    """[outputs, heads * head_dim] -> [heads, head_dim, outputs]."""
-    split = (outputs, heads, head_dim)
-    return leaf_of(Part(tensor, (outputs, heads * head_dim), split, (1, 2, 0)))
-
-
 def _swiglu(layer: str, width: int, hidden: int) -> Table:
     return {
         "gate": _turned(f"{layer}.gate_proj.weight", hidden, width),
@@ -200,11 +197,11 @@ def _kda(config: KimiLinearConfig, layer: str) -> Table:
         "decay_rate_log": leaf_of(Part(f"{layer}.A_log", (1, 1, heads, 1), (heads,), (0,))),
         "beta": _turned(f"{layer}.b_proj.weight", heads, width),
         "norm/scale": leaf_of(plain(f"{layer}.o_norm.weight", (head_dim,))),
-        "out": _heads_in(f"{layer}.o_proj.weight", width, heads, head_dim),
+        "out": heads_in(f"{layer}.o_proj.weight", width, heads, head_dim),
     }
     for name, x in (("decay", "f"), ("gate", "g")):
         table[f"{name}/down"] = _turned(f"{layer}.{x}_a_proj.weight", head_dim, width)
-        table[f"{name}/up"] = _heads_out(f"{layer}.{x}_b_proj.weight", heads, head_dim, head_dim)
+        table[f"{name}/up"] = heads_out(f"{layer}.{x}_b_proj.weight", heads, head_dim, head_dim)
     return table
 
 
@@ -221,15 +218,15 @@ def _mla(config: KimiLinearConfig, layer: str) -> Table:
         "norm/scale": leaf_of(plain(f"{layer}.kv_a_layernorm.weight", (latent,))),
         "key_up": leaf_of(key),
         "value_up": leaf_of(values),
-        "out": _heads_in(f"{layer}.o_proj.weight", width, heads, value),
+        "out": heads_in(f"{layer}.o_proj.weight", width, heads, value),
     }
     if config.query_latent is None:
-        return table | {"query": _heads_out(f"{layer}.q_proj.weight", heads, own + shared, width)}
+        return table | {"query": heads_out(f"{layer}.q_proj.weight", heads, own + shared, width)}
     rank = config.query_latent
     return table | {
         "query_down": _turned(f"{layer}.q_a_proj.weight", rank, width),
         "query_norm/scale": leaf_of(plain(f"{layer}.q_a_layernorm.weight", (rank,))),
-        "query": _heads_out(f"{layer}.q_b_proj.weight", heads, own + shared, rank),
+        "query": heads_out(f"{layer}.q_b_proj.weight", heads, own + shared, rank),
     }
 
 

@@ -5,7 +5,6 @@ Modules are written in flax.nnx; `build_model` hands over pure functions of the 
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
@@ -16,7 +15,7 @@ from models.kimi_linear.block import Block, Choices
 from models.kimi_linear.cache import cache_spec, layer_numbers
 from models.kimi_linear.config import KimiLinearConfig
 from models.layers.context import Rows, Step, rows_of
-from models.layers.embedding import look_up
+from models.layers.embedding import logits, look_up
 from models.layers.moe import balanced
 from models.layers.norm import RMSNorm
 from models.layers.parameters import matrix, noted
@@ -105,8 +104,7 @@ class _Functions(NamedTuple):
 
     def head(self, params, hidden, start, size):
         table = params["embedding" if self.config.tied else "head"]
-        rows = jax.lax.dynamic_slice_in_dim(table, start, size, 0).astype(hidden.dtype)
-        return jnp.dot(hidden, rows.T, preferred_element_type=jnp.float32)
+        return logits(table, hidden, start, size)
 
     @property
     def expert_layers(self) -> list[int]:

@@ -37,3 +37,11 @@ def look_up(
 
     cuts = {"embedding": PartitionSpec(TENSOR, FSDP), "tokens": PartitionSpec(ROWS, CONTEXT)}
     return on_each_device(local, cuts, (PartitionSpec(ROWS, CONTEXT),))(table, tokens)[0]
+
+
+def logits(
+    table: Float[Array, "vocab embed"], hidden: Float[Array, "*B embed"], start: Array, size: int
+) -> Float[Array, "*B size"]:
+    """In float32, of the words [start, start + size): see `Model.head`."""
+    rows = jax.lax.dynamic_slice_in_dim(table, start, size, 0).astype(hidden.dtype)
+    return jnp.dot(hidden, rows.T, preferred_element_type=jnp.float32)

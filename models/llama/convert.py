@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoint.fields import Fields
-from models.checkpoint.layout import CheckpointError, Leaf, Part, Table, leaf_of, plain
+from models.checkpoint.layout import (
+    CheckpointError,
+    Part,
+    Table,
+    heads_in,
+    heads_out,
+    leaf_of,
+    plain,
+)
 from models.layers.rope import KINDS, RopeScaling
 from models.llama.config import LlamaConfig
 
@@ -110,12 +118,12 @@ def _block(config: LlamaConfig, layer: str) -> Table:
         "ffn/gate": leaf_of(plain(f"{mlp}.gate_proj.weight", (ffn, width), (1, 0))),
         "ffn/up": leaf_of(plain(f"{mlp}.up_proj.weight", (ffn, width), (1, 0))),
         "ffn/down": leaf_of(plain(f"{mlp}.down_proj.weight", (width, ffn), (1, 0))),
-        "attention/out": _columns(f"{attention}.o_proj.weight", width, config.heads, head_dim),
+        "attention/out": heads_in(f"{attention}.o_proj.weight", width, config.heads, head_dim),
     }
     sizes = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
     for name, heads in sizes.items():
         theirs = f"{attention}.{name[0]}_proj"
-        table[f"attention/{name}"] = _rows(f"{theirs}.weight", heads, head_dim, width)
+        table[f"attention/{name}"] = heads_out(f"{theirs}.weight", heads, head_dim, width)
         if config.qkv_bias:
             split = (heads, head_dim)
             part = Part(f"{theirs}.bias", (heads * head_dim,), split, (0, 1))
@@ -125,15 +133,3 @@ def _block(config: LlamaConfig, layer: str) -> Table:
             part = plain(f"{attention}.{name[0]}_norm.weight", (head_dim,))
             table[f"attention/{name}_norm/scale"] = leaf_of(part)
     return table
-
-
-def _rows(tensor: str, heads: int, head_dim: int, width: int) -> Leaf:
-    """[heads * head_dim, width] -> [width, heads, head_dim]."""
-    split = (heads, head_dim, width)
-    return leaf_of(Part(tensor, (heads * head_dim, width), split, (2, 0, 1)))
-
-
-def _columns(tensor: str, width: int, heads: int, head_dim: int) -> Leaf:
-    """[width, heads * head_dim] -> [heads, head_dim, width]."""
-    split = (width, heads, head_dim)
-    return leaf_of(Part(tensor, (width, heads * head_dim), split, (1, 2, 0)))

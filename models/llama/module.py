@@ -3,7 +3,6 @@
 Modules are written in flax.nnx; `build_model` hands over pure functions of the parameter tree.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, Int
@@ -12,7 +11,7 @@ from models import stages
 from models.execution import Execution, activations, cast
 from models.layers.attention import GroupedQueryAttention
 from models.layers.context import Rows, Step, rows_of
-from models.layers.embedding import look_up
+from models.layers.embedding import logits, look_up
 from models.layers.norm import RMSNorm
 from models.layers.parameters import matrix, noted
 from models.layers.rope import Rotation, rotation
@@ -126,7 +125,6 @@ def build_model(config: LlamaConfig, execution: Execution | None = None) -> Mode
 
     def head(params, hidden, start, size):
         table = params["embedding" if config.tied else "head"]
-        rows = jax.lax.dynamic_slice_in_dim(table, start, size, 0).astype(hidden.dtype)
-        return jnp.dot(hidden, rows.T, preferred_element_type=jnp.float32)
+        return logits(table, hidden, start, size)
 
     return Model(init, axes, forward, cache_spec(config), extend, head, config.vocab_size)
