@@ -40,7 +40,10 @@ def look_up(
 
 
 def logits(
-    table: Float[Array, "vocab embed"], hidden: Float[Array, "*B embed"], start: Array, size: int
+    table: Float[Array, "vocab embed"],
+    hidden: Float[Array, "*B embed"],
+    start: Int[Array, ""] | int,
+    size: int,
 ) -> Float[Array, "*B size"]:
     """In float32, of the words [start, start + size): see `Model.head`."""
     rows = jax.lax.dynamic_slice_in_dim(table, start, size, 0).astype(hidden.dtype)

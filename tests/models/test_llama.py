@@ -66,8 +66,12 @@ forward = jax.jit(MODEL.forward)
 
 
 @jax.jit
-def extend(tokens, n_valid, positions, pages, pool):
-    return MODEL.extend(params_of(), tokens, n_valid, positions, pages, pool, DENSE)
+def extended(params, *inputs):
+    return MODEL.extend(params, *inputs, DENSE)
+
+
+def extend(*inputs):
+    return extended(params_of(), *inputs)
 
 
 def alone(tokens: np.ndarray) -> np.ndarray:
