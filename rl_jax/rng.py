@@ -14,6 +14,8 @@ from jaxtyping import Float, Int, UInt32
 
 from rl_jax.arrays import AnyArray, Array
 
+_TURNS = (13, 15, 26, 6), (17, 29, 16, 24)
+
 
 class Purpose(IntEnum):
     """What a draw is for. Values are part of the record of a run: append, never renumber."""
@@ -49,11 +51,27 @@ def uniforms(
 ) -> Float[Array, " R"]:
     """One uniform in [0, 1) per request, at the absolute index in its token log it is drawn for."""
 
-    def one(words: jax.Array, position: jax.Array) -> jax.Array:
-        folded = jax.random.fold_in(jax.random.fold_in(key, words[0]), words[1])
-        return jax.random.uniform(jax.random.fold_in(folded, position), (), jnp.float32)
+    words = jax.random.key_data(key)
+    streams, positions = jnp.asarray(streams), jnp.asarray(positions).astype(jnp.uint32)
+    own = words[0], words[1]
+    for word in (streams[:, 0], streams[:, 1], positions):
+        own = _threefry(own, (jnp.uint32(0), word))
+    high, low = _threefry(own, (jnp.uint32(0), jnp.uint32(0)))
+    return jax.lax.bitcast_convert_type((high ^ low) >> 9 | 0x3F800000, jnp.float32) - 1.0
 
-    return jax.vmap(one)(jnp.asarray(streams), jnp.asarray(positions))
+
+def _threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
+    """threefry2x32 (Salmon et al. 2011) written out: jax's own is a loop on the CPU, which for a
+    few numbers costs more than a layer of a small policy."""
+    keys = *key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA)
+    x, y = counter[0] + keys[0], counter[1] + keys[1]
+    for group in range(5):
+        for turn in _TURNS[group % 2]:
+            x = x + y
+            y = (y << turn | y >> (32 - turn)) ^ x
+        x = x + keys[(group + 1) % 3]
+        y = y + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x, y
 
 
 def host(seed: int, purpose: Purpose, *words: int) -> np.random.Generator:

@@ -155,3 +155,14 @@ def test_host_draws_depend_on_every_word() -> None:
 def test_a_seed_is_a_uint32(seed: int) -> None:
     with pytest.raises(ValueError, match=f"seed is {seed}; it must be at least 0 and below"):
         rng.base(seed, rng.Purpose.INIT)
+
+
+def test_uniforms_are_those_of_keys_folded_by_jax() -> None:
+    draws = np.random.default_rng(0)
+    streams = draws.integers(2**32, size=(20, 2), dtype=np.uint32)
+    positions = draws.integers(2**31, size=20, dtype=np.int32)
+    base = rng.base(5, rng.Purpose.SAMPLE)
+    got = rng.uniforms(base, streams, positions)
+    for (high, low), position, own in zip(streams, positions, got, strict=True):
+        key = jax.random.fold_in(jax.random.fold_in(base, high), low)
+        assert own == jax.random.uniform(jax.random.fold_in(key, position))

@@ -16,10 +16,11 @@ from rl_jax.dispatch import Dispatcher
 from rl_jax.gateway.protocol import Completion, Finish, Request, RequestFailed
 from rl_jax.sampler.layout import Pages
 from rl_jax.sampler.page_table import PageTable
-from rl_jax.sampler.programs import Programs, step_inputs
+from rl_jax.sampler.programs import Programs, sampled_of, step_inputs
 from rl_jax.sampler.sampling import Sampled
 from rl_jax.sampler.scheduler import Plan, Running, Sequence, plan
 from rl_jax.sampler.step import StepInputs
+from rl_jax.sampler.words import pack
 from rl_jax.trajectories.types import Origin, RolloutKey, Segment
 
 
@@ -199,8 +200,8 @@ class Engine:
     # Both run on the dispatcher's thread: whatever comes next there finds the pool they leave.
 
     def _execute(self, width: int, params: Tree, inputs: StepInputs) -> tuple[jax.Array, Sampled]:
-        self._pool, sampled = self._programs.steps[width](params, self._pool, inputs)
-        return self._pool, jax.device_get(sampled)
+        self._pool, words = self._programs.steps[width](params, self._pool, pack(inputs))
+        return self._pool, sampled_of(words)
 
     def _clear(self, shard: int, pages: Pages, index: int) -> jax.Array:
         """Zeroes the pages that row `index` had in a step; its sequence may be closed by now."""

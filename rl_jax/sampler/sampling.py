@@ -30,7 +30,7 @@ def sample(
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     logprobs = jax.nn.log_softmax(scaled, axis=-1)
     drawn = _invert(jnp.exp(logprobs), uniforms[:, None])
-    tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)
+    tokens = jnp.where(greedy, _first(logits == logits.max(-1, keepdims=True)), drawn)
 
     def pick(table: Array) -> Array:
         return jnp.take_along_axis(table, tokens[:, None], axis=-1)[:, 0]
@@ -45,5 +45,14 @@ def _invert(probabilities: Float[Array, "R V"], uniforms: Float[Array, "R 1"]) -
     cumulative = jnp.cumsum(probabilities, axis=-1)
     possible = probabilities > 0
     beyond = possible & (cumulative > uniforms * cumulative[:, -1:])
-    last = probabilities.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
-    return jnp.where(beyond.any(axis=-1), jnp.argmax(beyond, axis=-1), last)
+    count = probabilities.shape[-1]
+    last = count - 1 - _first(possible[:, ::-1])
+    return jnp.where(beyond.any(axis=-1), _first(beyond), last)
+
+
+def _first(found: Bool[Array, "R V"]) -> Int[Array, " R"]:
+    """Where a row is true first, its last place where nowhere. XLA's own argmax goes through a row
+    number by number."""
+    count = found.shape[-1]
+    places = jnp.where(found, jnp.arange(count, dtype=jnp.int32), count - 1)
+    return places.min(axis=-1)

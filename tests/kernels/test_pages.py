@@ -12,8 +12,8 @@ from rl_jax.kernels.kda import api as kda
 from rl_jax.kernels.kda import reference as kda_reference
 from rl_jax.kernels.mla import api as mla
 from rl_jax.kernels.mla import checks
-from rl_jax.kernels.mla import pages as xla_pages
 from rl_jax.kernels.mla import reference as mla_reference
+from rl_jax.kernels.mla import walk as page_walk
 from rl_jax.kernels.pages import read_lines, write_lines
 
 H, K, V = 4, 8, 24
@@ -400,21 +400,58 @@ def test_tokens_in_bfloat16_are_written_as_float32() -> None:
     assert np.array_equal(write(values), write(np.asarray(values, np.float32)))
 
 
-def test_a_row_beside_a_longer_one_walks_over_its_own_pages_alone(monkeypatch) -> None:
-    """Rows of four pages, of one, and idle."""
-    folded, plain = [], xla_pages.online.fold
+def folds(monkeypatch, ends: list[int], n: int = 1, table: int = 4) -> int:
+    """Pages folded for rows with these many tokens, 0 for an idle row."""
+    folded, plain = [], page_walk.online.fold
 
-    def fold(*operands):
-        jax.debug.callback(lambda: folded.append(1))
-        return plain(*operands)
+    def fold(carry, *operands):
+        jax.debug.callback(folded.append, carry[0][0, 0, 0])  # of a lane, so once for each
+        return plain(carry, *operands)
 
-    monkeypatch.setattr(xla_pages.online, "fold", fold)
-    made = tokens(200)
-    positions, n_valid = np.array([199, 9, 100]), np.array([1, 1, 0])
+    monkeypatch.setattr(page_walk.online, "fold", fold)
+    made = tokens(64 * table, len(ends), table)
+    ends = np.array(ends)
     run = jax.jit(partial(mla.attend_pages, **SHAPE))
-    run(made.q[:, :1], written(made, [200, 10, 0]), made.pages, positions, n_valid)
+    pool, place = written(made, [0] * len(ends)), (np.maximum(ends - n, 0), np.minimum(ends, n))
+    run(made.q[:, :n], pool, made.pages, *place)
     jax.effects_barrier()
-    assert len(folded) == 4 + 1
+    return len(folded)
+
+
+@pytest.mark.parametrize("ends", [[200, 10, 0], [200, 10], [10, 0, 0, 130], [250, 1, 129, 64, 65]])
+def test_rows_beside_longer_ones_walk_over_twice_their_own_pages_at_most(monkeypatch, ends) -> None:
+    """And over their own alone where nobody waits for another: see the next test."""
+    own = sum(-(-end // 64) for end in ends)
+    assert own <= folds(monkeypatch, ends) <= 2 * own
+
+
+@pytest.mark.parametrize("ends", [[200, 10, 0, 0, 0, 0], [65, 128], [0, 0], [256]])
+def test_a_long_row_goes_on_alone_and_idle_rows_walk_nowhere(monkeypatch, ends) -> None:
+    """A lone long row of six: half of a group is idle, so nobody walks in step."""
+    assert folds(monkeypatch, ends) == sum(-(-end // 64) for end in ends)
+
+
+def test_rows_with_many_queries_walk_over_their_own_pages_alone(monkeypatch) -> None:
+    assert folds(monkeypatch, [200, 64, 0], n=64) == 4 + 1
+
+
+GROUPED = [(2, 1, 64), (4, 4, 48), (4, 1, 48), (1, 16, 40), (1, 1, 48), (3, 1, 40)]
+
+
+@pytest.mark.parametrize(("heads", "n", "width"), GROUPED)
+def test_groups_of_rows_give_the_bits_of_a_row_alone(heads: int, n: int, width: int) -> None:
+    """Seventy rows of which most are short: several groups, in step and alone."""
+    rng, rows, table = np.random.default_rng(0), 70, 6
+    q = rng.standard_normal((rows, n, heads, width)).astype(np.float32)
+    pool = rng.standard_normal((1 + rows * table, LINES * 2, 128)).astype(np.float32)
+    pages = 1 + rng.permutation(rows * table).reshape(rows, table).astype(np.int32)
+    positions = (rng.uniform(size=rows) ** 3 * (table * 64 - n)).astype(np.int32)
+    n_valid = np.where(np.arange(rows) % 7 == 3, 0, n)
+    run = jax.jit(partial(mla.attend_pages, value_width=width // 2, scale=0.2))
+    whole = np.asarray(run(q, pool.view(np.uint32), pages, positions, n_valid))
+    for i in range(rows):
+        own = (x[i : i + 1] for x in (pages, positions, n_valid))
+        assert np.array_equal(run(q[i : i + 1], pool.view(np.uint32), *own)[0], whole[i])
 
 
 def test_a_page_that_is_too_small_for_64_tokens_is_named() -> None:

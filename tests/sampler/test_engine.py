@@ -11,6 +11,7 @@ from rl_jax.gateway.protocol import Completion, Finish, Request
 from rl_jax.sampler.engine import Engine
 from rl_jax.sampler.programs import step_inputs
 from rl_jax.sampler.scheduler import Plan
+from rl_jax.sampler.words import pack
 from rl_jax.trajectories.types import Origin, Segment
 from tests.fakes import tiny
 from tests.fakes.engine import Stepped, ask, key, prompt, request, run
@@ -253,10 +254,10 @@ def test_used_pages_are_as_good_as_new(expected: list[Completion]) -> None:
 def test_programs_take_their_shapes_only() -> None:
     """Compiled ahead: another shape is an error, never a retrace."""
     programs = tiny.compiled().programs
-    inputs = step_inputs(Plan(1, [None] * 32, [0] * 32), programs.layout)
+    inputs = pack(step_inputs(Plan(1, [None] * 32, [0] * 32), programs.layout))
     with pytest.raises(TypeError, match="was compiled"):
         programs.steps[1](tiny.params(), programs.make_pool(), inputs)
     other = jax.tree.map(lambda leaf: leaf[..., :1], tiny.params())
-    inputs = step_inputs(Plan(1, [None] * 64, [0] * 64), programs.layout)
+    inputs = pack(step_inputs(Plan(1, [None] * 64, [0] * 64), programs.layout))
     with pytest.raises(TypeError, match="was compiled"):
         programs.steps[1](other, programs.make_pool(), inputs)

@@ -12,6 +12,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
@@ -167,8 +168,8 @@ def _forward(q, k, v, segments, key_segments, first, scale):
 
         return jax.lax.map(one, jnp.arange(queries.shape[0]))
 
-    out, log_mass = jax.lax.map(row, (queries, own, keys, values, other, begin, end))
-    out = _joined(out)
+    made = jax.lax.map(row, (queries, own, keys, values, other, begin, end))
+    out, log_mass = (checkpoint_name(x, online.KEPT) for x in (_joined(made[0]), made[1]))
     return out, (q, k, v, segments, key_segments, first, out, log_mass)
 
 
