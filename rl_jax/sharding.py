@@ -1,8 +1,8 @@
 """[P] From logical axes to shardings: the axes of both programs' meshes, a table of rules for each.
 
 Trainer: rows of a batch lie over (data, fsdp, expert), the tokens of a row over context. `tensor`
-cuts heads and hidden widths, `fsdp` what is left of a parameter, `expert` experts. Sampler:
-requests lie over data, heads and experts over tensor.
+cuts heads and hidden widths, `expert` experts, `fsdp` and `context` what is left of a parameter.
+Sampler: requests lie over data, heads and experts over tensor.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,12 @@ TRAINER_AXES = DATA, FSDP, TENSOR, EXPERT, CONTEXT
 
 ROWS = DATA, FSDP, EXPERT
 """Mesh axes that cut rows, as an entry of a PartitionSpec."""
+SHARDS = FSDP, CONTEXT
+"""Mesh axes over which a parameter is gathered where it is used: they cut a model's width."""
 
 Devices = Sequence[jax.Device]
-Rules = Mapping[str, str | None]
-"""The mesh axis of each logical axis; one that is not named, or a mesh lacks, is not cut."""
+Rules = Mapping[str, str | tuple[str, ...]]
+"""The mesh axes of each logical axis; one that is not named, or a mesh lacks, is not cut."""
 
 TRAINER_RULES: Rules = {
     "vocab": TENSOR,
@@ -32,7 +34,7 @@ TRAINER_RULES: Rules = {
     "mlp": TENSOR,
     "expert_mlp": TENSOR,
     "experts": EXPERT,
-    "embed": FSDP,
+    "embed": SHARDS,
 }
 SAMPLER_RULES: Rules = {
     "vocab": TENSOR,
@@ -114,6 +116,14 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def whole_of(leaf: jax.Array) -> jax.Array:
+    """A global array with all of it in every process; a collective where it is not there yet."""
+    if leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return leaf
+    assert isinstance(leaf.sharding, NamedSharding), "every global array here lies on a mesh"
+    return jax.device_put(leaf, replicated(leaf.sharding.mesh))
+
+
 def check_divides(
     name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh
 ) -> None:
@@ -158,10 +168,12 @@ def on_each_device(
     return run
 
 
-def degree(axis: str) -> int:
-    """Over how many devices `axis` of the mesh of `jax.set_mesh` cuts what is not cut yet.
+def degree(*axes: str) -> int:
+    """Over how many devices `axes` of the mesh of `jax.set_mesh` cut what is not cut yet.
 
-    1 without a mesh, on one that lacks the axis, and inside `shard_map`.
+    1 without a mesh, on one that lacks the axes, and inside `shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(axis, 1)
+    if mesh.empty or mesh.manual_axes:
+        return 1
+    return prod(mesh.shape.get(axis, 1) for axis in axes)

@@ -51,7 +51,9 @@ def test_the_two_programs_cut_experts_and_widths_differently() -> None:
     axes = ("experts", "embed", "expert_mlp")
     trainer = make_trainer_mesh(jax.devices(), fsdp=2, tensor=2, expert=2)
     assert dict(trainer.shape) == {"data": 1, "fsdp": 2, "tensor": 2, "expert": 2, "context": 1}
-    assert param_shardings(axes, trainer).spec == PartitionSpec("expert", "fsdp", "tensor")
+    assert param_shardings(axes, trainer).spec == PartitionSpec(
+        "expert", ("fsdp", "context"), "tensor"
+    )
     sampler = make_mesh(jax.devices(), 2, 2)
     assert param_shardings(axes, sampler).spec == PartitionSpec("tensor", None, None)
 

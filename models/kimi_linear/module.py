@@ -43,7 +43,7 @@ class KimiLinear(nnx.Module):
 
     def _embed(self, tokens: Int[Array, "R L"], execution: Execution) -> Float[Array, "R L D"]:
         table = self.embedding[...]
-        return look_up(table, tokens).astype(activations(table, execution))
+        return look_up(table, tokens, activations(table, execution))
 
     def forward(
         self, tokens: Int[Array, "R L"], rows: Rows, replayed: list[Choices], execution: Execution

@@ -4,6 +4,8 @@ Equations: arXiv 2510.26692, sec. 3 and 4, with its softplus gate; the bounded g
 arXiv 2607.24653. Gates, norms and states are in float32 whatever the activations are in.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,11 +14,13 @@ from jaxtyping import Bool, Float
 from models.layers.context import Rows, Step
 from models.layers.norm import RMSNorm, exact, l2_normalise
 from models.layers.parameters import matrix, parameter
+from models.layers.parts import parts, summed
 from models.layers.projection import project
 from rl_jax.arrays import Array, Tree
 from rl_jax.kernels.kda import api as kda
 from rl_jax.kernels.short_conv import api as conv
 from rl_jax.model import StateCache
+from rl_jax.sharding import CONTEXT, degree
 
 DECAY_RANGE = (1e-3, 0.3)
 """-log decay of a token at initialisation, log-uniform over channels, where it is bounded."""
@@ -24,6 +28,9 @@ STEP_RANGE, SMALLEST_STEP, RATE_RANGE = (1e-3, 0.1), 1e-4, (1.0, 16.0)
 """Without a bound: softplus of the bias, log-uniform, and the factor before it, uniform over heads,
 as flash-linear-attention initialises them."""
 
+
+HEADS_AT_ONCE = 8
+"""On a device that has many tokens: what fills the rows of a TPU's register."""
 
 Operands = tuple[Array, Array, Array, Array, Array]
 """q, k, v, g, beta as the kernel takes them."""
@@ -82,7 +89,15 @@ class KimiDeltaAttention(nnx.Module):
         return StateCache(heads, (head_dim, head_dim), (taps - 1, 3 * head_dim))
 
     def forward(self, x: Float[Array, "R L D"], rows: Rows) -> Float[Array, "R L D"]:
-        mixed = conv.short_conv(self._project(x), self.conv[...], segments=rows.segments)
+        count = parts(self.beta[...].shape[1], HEADS_AT_ONCE)
+        return summed(self, "heads", count, lambda own, x: own._heads(x, rows), x)
+
+    def _heads(self, x: Float[Array, "R L D"], rows: Rows) -> Float[Array, "R L D"]:
+        if degree(CONTEXT) > 1:
+            mixed = [self._mixed_alone(x, i, rows) for i in range(3)]
+        else:
+            both = conv.short_conv(self._project(x), self.conv[...], segments=rows.segments)
+            mixed = [both[:, :, i] for i in range(3)]
         operands = self._operands(x, mixed, rows.segments >= 0)
         out, _ = kda.chunked(*operands, reset=rows.reset, lower_bound=self.lower_bound)
         return self._finish(x, out)
@@ -94,7 +109,7 @@ class KimiDeltaAttention(nnx.Module):
         inputs = self._project(x)
         before = before.astype(x.dtype)
         mixed = conv.short_conv(inputs, self.conv[...], before)
-        operands = self._operands(x, mixed, step.valid(x.shape[1]))
+        operands = self._operands(x, [mixed[:, :, i] for i in range(3)], step.valid(x.shape[1]))
         out, pool = self._advance(operands, step, pool, layer)
         tail = exact(_to_tail(conv.next_tail(inputs, before, step.n_valid)))
         pool = step.io.write_tail(pool, step.pages, layer, step.n_valid, tail)
@@ -111,12 +126,19 @@ class KimiDeltaAttention(nnx.Module):
         out, state = kda.chunked(*operands, state, lower_bound=self.lower_bound)
         return out, io.write_state(pool, pages, layer, step.n_valid, state)
 
+    def _mixed_alone(self, x: Array, i: int, rows: Rows) -> Float[Array, "R L H K"]:
+        """Queries, keys or values: a third of what is there at once."""
+        inputs = project(x, self.qkv[...][:, i])
+        return conv.short_conv(inputs, self.conv[...][:, i], segments=rows.segments)
+
     def _project(self, x: Array) -> Float[Array, "R L 3 H K"]:
         return project(x, self.qkv[...])
 
-    def _operands(self, x: Array, mixed: Array, valid: Bool[Array, "R L"]) -> Operands:
+    def _operands(
+        self, x: Array, mixed: Sequence[Float[Array, "R L H K"]], valid: Bool[Array, "R L"]
+    ) -> Operands:
         """Padding neither decays nor writes the state."""
-        q, k, v = mixed[:, :, 0], mixed[:, :, 1], mixed[:, :, 2]
+        q, k, v = mixed
         g = self._log_decay(x)
         beta = jax.nn.sigmoid(exact(project(x, self.beta[...])))
         if self.write_scale != 1.0:

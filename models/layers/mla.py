@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from models.layers.context import Rows, Step
 from models.layers.norm import RMSNorm, exact
 from models.layers.parameters import matrix
+from models.layers.parts import parts, summed
 from models.layers.projection import project
 from rl_jax.arrays import Array, Tree
 from rl_jax.kernels.mla import api as mla
@@ -79,12 +80,19 @@ class LatentAttention(nnx.Module):
         return self._finish(out)
 
     def _expanded(self, x: Float[Array, "R L D"], rows: Rows) -> Float[Array, "R L D"]:
-        """Each head's own keys and values.
+        """Each head's own keys and values; where tokens are many, a head after the other.
 
         A pair of tokens takes head_dim + shared_key + value_dim products per head, absorbed
         2 latent + shared_key; what comes before and after takes the same.
         """
         entries = self._entries(x, rows.positions)
+        count = parts(self.key_up[...].shape[0], 1)
+        kept = self.value_up[...].shape[-1]
+        return summed(self, "heads", count, lambda own, x: own._heads(x, entries, rows), x, kept)
+
+    def _heads(
+        self, x: Float[Array, "R L D"], entries: Float[Array, "R L W"], rows: Rows
+    ) -> Float[Array, "R L D"]:
         latents, shared = entries[..., : self.latent], entries[..., None, self.latent :]
         keys = project(latents, self.key_up[...].transpose(2, 0, 1))
         shared = jnp.broadcast_to(shared, (*keys.shape[:3], shared.shape[-1]))

@@ -1,4 +1,5 @@
-"""[P] Normalisations over the last axis, whose bits do not depend on how many rows there are."""
+"""[P] Normalisations over the last axis, whose bits do not depend on how many rows there are,
+unless a mesh cuts the tokens of a row."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ from jaxtyping import Float
 
 from models.layers.parameters import parameter
 from rl_jax.arrays import Array
+from rl_jax.sharding import CONTEXT, degree
 
 
 @jax.custom_vjp
@@ -14,8 +16,11 @@ def fold_sum(x: Float[Array, "*B K"]) -> Float[Array, "*B 1"]:
     """Sum over the last axis, halves added onto each other.
 
     The order of additions is written out: XLA picks that of a reduction by the shape of the batch,
-    and a row would not come out the same alone and packed with others.
+    and a row would not come out the same alone and packed with others. Where a mesh cuts the tokens
+    of a row, which ends that, the halves of so many tokens would be more than all else.
     """
+    if degree(CONTEXT) > 1:
+        return jnp.sum(x, -1, keepdims=True)
     rest = []
     while (width := x.shape[-1]) > 1:
         half = width // 2

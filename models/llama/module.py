@@ -75,7 +75,7 @@ class Llama(nnx.Module):
         self, tokens: Int[Array, "R L"], positions: Int[Array, "R L"], execution: Execution
     ) -> tuple[Float[Array, "R L D"], Rotation]:
         table, own = self.embedding[...], self.config
-        x = look_up(table, tokens).astype(activations(table, execution))
+        x = look_up(table, tokens, activations(table, execution))
         return x, rotation(positions, own.head_dim, own.rope_theta, own.rope_scaling, x.dtype)
 
     def forward(

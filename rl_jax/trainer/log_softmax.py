@@ -1,7 +1,7 @@
 """[P] Log-softmax at given tokens, the vocabulary taken in chunks.
 
 On a mesh every device takes its own tokens and its own part of the vocabulary. No more of a matrix
-than a chunk is ever gathered.
+than a chunk is ever gathered, and no more than `LOGITS` logits are there at once.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from rl_jax.arrays import AnyArray, Array, Tree
 from rl_jax.model import Model
-from rl_jax.sharding import CONTEXT, FSDP, ROWS, TENSOR, degree, on_each_device, param_specs
+from rl_jax.sharding import CONTEXT, ROWS, SHARDS, TENSOR, degree, on_each_device, param_specs
 
 
 class Scored(NamedTuple):
@@ -66,6 +66,8 @@ def chunk_rows(vocab_size: int, at_most: int, parts: int = 1) -> int:
 
 _Carry = tuple[Array, Array, Array | None]
 """Of the chunks so far: log-sum-exp, logit of the target if it was there, entropy if asked for."""
+LOGITS = 2**26
+"""Of a device at once, 256 MiB; where a chunk has more for all tokens, tokens go in blocks."""
 _NOTHING = -1e30
 """Logit of a row that an earlier chunk had: no probability, and finite, so no 0 x inf."""
 _Head = Callable[[Array, Array, int], Array]
@@ -73,6 +75,36 @@ _Head = Callable[[Array, Array, int], Array]
 
 
 def _over_chunks(
+    head: _Head,
+    vocab_size: int,
+    hidden: Array,
+    targets: Array,
+    temperature: Array,
+    vocab_chunk: int,
+    entropy: bool,
+) -> _Carry:
+    """Of all tokens [R, L], in equal blocks of a row's tokens where they are too many at once."""
+
+    def of(hidden: Array, targets: Array, temperature: Array) -> _Carry:
+        tokens = hidden, targets, temperature
+        return _of_tokens(head, vocab_size, *tokens, vocab_chunk, entropy)
+
+    rows, length = targets.shape
+    fits = max(LOGITS // (vocab_chunk * rows), 1)
+    count = next(n for n in range(1, length + 1) if length % n == 0 and length // n <= fits)
+    if count == 1:
+        return of(hidden, targets, temperature)
+    blocks = (
+        jnp.swapaxes(x.reshape(rows, count, length // count, *x.shape[2:]), 0, 1)
+        for x in (hidden, targets, temperature)
+    )
+    # Made again in the backward pass, or all chunks of the matrix, which blocks share, were kept.
+    again = jax.checkpoint(lambda own: of(*own), prevent_cse=False)
+    found = jax.lax.map(again, tuple(blocks))
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(rows, length), found)
+
+
+def _of_tokens(
     head: _Head,
     vocab_size: int,
     hidden: Array,
@@ -130,15 +162,15 @@ def _on_mesh(
     names = structure.flatten_up_to(model.axes())
     specs = structure.flatten_up_to(param_specs(model.axes()))
     read = read_by_head(model, params, tokens[0])
-    parts, fsdp = degree(TENSOR), degree(FSDP)
+    parts, shards = degree(TENSOR), degree(*SHARDS)
     own = model.vocab_size // parts
     chunk = chunk_rows(model.vocab_size, vocab_chunk, parts)
 
     def gathered(leaf: Array, axes: tuple[str | None, ...], start: Array) -> Array:
         if "vocab" in axes:
             leaf = jax.lax.dynamic_slice_in_dim(leaf, start, chunk, axes.index("vocab"))
-        if "embed" in axes and fsdp > 1:
-            leaf = jax.lax.all_gather(leaf, FSDP, axis=axes.index("embed"), tiled=True)
+        if "embed" in axes and shards > 1:
+            leaf = jax.lax.all_gather(leaf, SHARDS, axis=axes.index("embed"), tiled=True)
         return leaf
 
     def local(hidden: Array, targets: Array, temperature: Array, *given: Array):

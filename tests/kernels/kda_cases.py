@@ -17,8 +17,6 @@ UNBOUNDED = "steep"
 NEAR = {"out": 1e-5, "final": 1e-5, **{f"d{name}": 1e-4 for name in NAMES}}
 ROUNDED = {"out": 5e-3, "final": 5e-3, **{f"d{name}": 8e-3 for name in NAMES}}
 CORRELATED = dict.fromkeys(NEAR, 3e-2)
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""For what is compiled well more slowly than it runs compiled badly; plans the same temporaries."""
 
 
 def gates(kind, shape, rng):

@@ -20,6 +20,7 @@ from rl_jax.kernels.mla import context as mla_context
 from rl_jax.kernels.mla import xla as mla
 from rl_jax.kernels.short_conv import context as conv_context
 from rl_jax.kernels.short_conv import xla as conv
+from tests.fakes.compiling import QUICK
 from tests.kernels.kda_cases import case as kda_case
 from tests.kernels.kda_cases import cotangents, distance
 
@@ -94,12 +95,12 @@ def kda_sharded(degree, lower_bound=-5.0):
 
 
 @functools.cache
-def kda_compiled(degree, lower_bound=-5.0, dtype="float32"):
+def kda_compiled(degree, lower_bound, dtype):
     """Values and gradients over `degree` shards; on one device where that is 0."""
     of, weights = kda_operands(dtype=dtype)
     alone = functools.partial(kda.chunked, lower_bound=lower_bound)
     run = kda_sharded(degree, lower_bound) if degree else alone
-    return with_gradients(run, 6).lower(weights, *of.operands, of.reset).compile()
+    return with_gradients(run, 6).lower(weights, *of.operands, of.reset).compile(QUICK)
 
 
 def kda_results(run, of, weights):
@@ -112,7 +113,7 @@ def kda_alone(name="open", dtype="float32"):
     """In float32 on one device, of operands rounded to `dtype`."""
     of, weights = kda_operands(name, dtype)
     bound = None if name == "steep" else -5.0
-    return kda_results(kda_compiled(0, bound), of.rounded(jnp.float32), weights)
+    return kda_results(kda_compiled(0, bound, "float32"), of.rounded(jnp.float32), weights)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def with_infinite_values(of):
 def test_what_is_not_finite_stays_in_its_sequence(spoil, spoiled):
     """The tokens of row 1 from `spoiled` on, its final state, and the other rows are as without."""
     of, weights = kda_operands()
-    got = kda_results(kda_compiled(4), spoil(of), weights)
+    got = kda_results(kda_compiled(4, -5.0, "float32"), spoil(of), weights)
     for result, x, want in zip(RESULTS, got, kda_alone(), strict=True):
         limit = 1e-5 if result in RESULTS[:2] else 1e-4
         assert distance(x[[0, 2]], want[[0, 2]]) <= limit, result
@@ -201,7 +202,7 @@ def test_kda_gathers_maps_of_the_state_once_and_no_activations():
     forward = collectives(run.lower(*of.operands, of.reset).compile().as_text())
     assert [kind for kind, _ in forward] == ["all-gather"]
     assert forward[0][1] in ([f"f32[4,{rows},{maps}]"], [f"f32[{4 * rows},{maps}]"])
-    both = collectives(kda_compiled(4).as_text())
+    both = collectives(kda_compiled(4, -5.0, "float32").as_text())
     kinds = [kind for kind, _ in both]
     assert kinds.count("all-gather") == 1 and kinds.count("reduce-scatter") == 1
     assert set(kinds) <= {"all-gather", "reduce-scatter", "all-reduce"}
@@ -239,6 +240,12 @@ def test_wrong_operands_of_a_shard_are_named(wrong, message):
         run.lower(*of.operands, of.reset)
 
 
+@functools.cache
+def convolution_alone():
+    """On one device, compiled once for packed rows and once for others."""
+    return with_gradients(lambda *x: (conv.short_conv(*x),), 3)
+
+
 @pytest.mark.parametrize(
     ("degree", "packed"), [(1, True), (1, False), (2, False), (4, True), (8, True), (8, False)]
 )
@@ -255,8 +262,7 @@ def test_the_convolution_gives_one_devices_bits(degree, packed):
     run = sharded(local, degree, specs, (ROW,))
     operands = weights, x, weight, tail, *given
     outs, grads = with_gradients(run, 3)(*operands)
-    alone = with_gradients(lambda *x: (conv.short_conv(*x),), 3)
-    wanted, wanted_grads = alone(*operands)
+    wanted, wanted_grads = convolution_alone()(*operands)
     assert np.array_equal(outs[0], wanted[0])
     for got, want in zip(grads, wanted_grads, strict=True):
         assert np.linalg.norm(want) and distance(got, want) <= 1e-6
@@ -303,7 +309,7 @@ def test_attention_gives_one_devices_bits(kind, degree):
 
 @pytest.mark.parametrize("kind", ["rows", "heads"])
 def test_attention_keeps_its_own_shard_and_no_gathered_row(kind):
-    """What the backward pass waits for: operands, outputs, log masses and one number."""
+    """What the backward pass waits for: operands, outputs and log masses."""
     operands, _, local, sizes = attention(kind)
     kept = []
 
@@ -318,7 +324,7 @@ def test_attention_keeps_its_own_shard_and_no_gathered_row(kind):
     sharded(shard, 4, (ROW,) * (len(operands) + 1), ROW).lower(segments_of(), *operands)
     own = [(x.shape[0], LENGTH // 4, *x.shape[2:]) for x in (*operands, segments_of())]
     rows, length, heads = own[0][:3]
-    wanted = [*own, (rows, length, heads, 8), (rows, length, heads), ()]
+    wanted = [*own, (rows, length, heads, 8), (rows, length, heads)]
     assert sum(map(np.prod, kept)) == sum(map(np.prod, wanted))
 
 

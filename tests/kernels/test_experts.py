@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.kernels.experts import api, reference
+from rl_jax.kernels.experts import api, reference, triton_launch, xla
 from rl_jax.sharding import make_mesh, make_trainer_mesh
 
 D, F, E, K = 12, 10, 5, 3
@@ -119,3 +119,44 @@ def test_operands_that_do_not_fit_are_named(index, value, message):
     operands[index] = value
     with pytest.raises((ValueError, TypeError), match=message):
         getattr(api.mix, "__wrapped__", api.mix)(*operands)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 40, 0, 1, 33, 0), (16, 32), (0, 0), (7,)])
+def test_tiles_hold_every_row_of_every_group_once(sizes):
+    """Of 16 rows each, for the kernels of GPUs; 20 rows belong to no group."""
+    count = sum(sizes) + 20
+    groups, first, end = triton_launch.tiles(jnp.asarray(sizes, jnp.int32), count, 16)
+    found = [
+        (int(group), row)
+        for group, begin, stop in zip(groups, first, end, strict=True)
+        for row in range(int(begin), min(int(begin) + 16, int(stop)))
+    ]
+    ends = np.cumsum(sizes)
+    wanted = [(g, row) for g, n in enumerate(sizes) for row in range(ends[g] - n, ends[g])]
+    assert sorted(found) == wanted
+
+
+def test_rows_past_all_groups_may_hold_anything():
+    """Also their gradients: the product of another backend may leave what was there."""
+    given = case(40)
+
+    def product(rows, matrices, sizes):
+        here = jnp.arange(rows.shape[0])[:, None] < jnp.sum(sizes)
+
+        @jax.custom_vjp
+        def spoilt(rows, matrices):
+            return jnp.where(here, xla.grouped(rows, matrices, sizes), jnp.nan)
+
+        def pulled(kept, slopes):
+            clean = [jnp.where(here, x, 0) for x in (kept[0], slopes)]
+            pull = jax.vjp(lambda *x: xla.grouped(*x, sizes), clean[0], kept[1])[1]
+            d_rows, d_matrices = pull(clean[1])
+            return jnp.where(here, d_rows, jnp.nan), d_matrices
+
+        spoilt.defvjp(lambda *x: (spoilt(*x), x), pulled)
+        return spoilt(rows, matrices)
+
+    spoilt = with_gradients(partial(xla.mix, product=product), given)
+    clean = with_gradients(partial(xla.mix, product=xla.grouped), given)
+    for one, other in zip(spoilt, clean, strict=True):
+        np.testing.assert_array_equal(one, other)

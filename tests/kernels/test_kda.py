@@ -10,11 +10,11 @@ import pytest
 
 from rl_jax.kernels.kda import api, chunk, recurrent, reference, xla
 from tests.bench.kda import gradients
+from tests.fakes.compiling import QUICK
 from tests.kernels.kda_cases import (
     BOUNDED,
     CORRELATED,
     NEAR,
-    QUICK,
     ROUNDED,
     UNBOUNDED,
     Case,

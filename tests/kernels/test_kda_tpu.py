@@ -11,11 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from rl_jax.kernels.kda import api, pallas_tpu, pallas_tpu_chunk, pallas_tpu_decode, reference
+from tests.fakes.compiling import QUICK
 from tests.kernels import kda_cases
 from tests.kernels.kda_cases import (
     CORRELATED,
     NEAR,
-    QUICK,
     ROUNDED,
     Case,
     assert_within,

@@ -12,6 +12,7 @@ from rl_jax.kernels.kda import api as kda
 from rl_jax.kernels.kda import context
 from rl_jax.kernels.mla import api as mla
 from rl_jax.sharding import make_mesh
+from tests.fakes.compiling import QUICK
 from tests.kernels.kda_cases import case
 
 R, L, H = 4, 128, 4
@@ -83,12 +84,13 @@ def cut(mesh, x):
 )
 def test_a_mesh_computes_what_one_device_does_without_gathering(made, data, tensor, seen):
     function, operands = made()
-    wanted = jax.jit(with_gradients(function))(*operands)
+    run = jax.jit(with_gradients(function), compiler_options=QUICK)
+    wanted = run(*operands)
     del seen[:]
     mesh = make_mesh(jax.devices(), data, tensor)
     placed = [cut(mesh, x) for x in operands]
     with jax.set_mesh(mesh):
-        compiled = jax.jit(with_gradients(function)).lower(*placed).compile()
+        compiled = jax.jit(with_gradients(function)).lower(*placed).compile(QUICK)
     got = compiled(*(jax.device_put(x, p.sharding) for x, p in zip(operands, placed, strict=True)))
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6 * np.abs(other).max())

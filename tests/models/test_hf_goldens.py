@@ -19,6 +19,7 @@ from models.checkpoint.load import load_params, open_checkpoint
 from rl_jax.arrays import Array, Tree, round_up
 from rl_jax.model import Model
 from tests.fakes.cache import DENSE, dense_pool
+from tests.fakes.compiling import QUICK
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 SLOW = ("llama2", "smollm2")
@@ -67,9 +68,7 @@ def case(name: str) -> Case:
     )
 
 
-compiled = partial(
-    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
-)
+compiled = partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 """Compiling is most of what these tests take."""
 
 

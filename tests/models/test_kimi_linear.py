@@ -15,14 +15,17 @@ from models.layers.mla import LatentAttention
 from rl_jax.arrays import round_up
 from rl_jax.kernels.mla import api as mla
 from tests.fakes.cache import DENSE, dense_pool
+from tests.fakes.compiling import QUICK
 
 CONFIG = KimiLinearConfig(
     vocab_size=64, width=64, heads=4, head_dim=16, kv_latent=16, kv_shared_key=8, ffn_width=64,
     gate_rank=8, layers=("kda", "mla", "kda"),
 )  # fmt: skip
 MODEL = build_model(CONFIG)
-PARAMS = jax.jit(MODEL.init)(jax.random.key(0))
-CONTEXT = 256
+quick = partial(jax.jit, compiler_options=QUICK)
+PARAMS = quick(MODEL.init)(jax.random.key(0))
+CONTEXT, ROWS = 256, 4
+"""Of a pool; one number of rows, so that all tests share a width's program."""
 forward = jax.jit(MODEL.forward)
 
 
@@ -61,16 +64,16 @@ def alone(tokens):
     return np.asarray(forward(PARAMS, *batch))[0, : len(tokens)]
 
 
-def feed(tokens, cuts, pool, row=0, rows=2):
+def feed(tokens, cuts, pool, row=0):
     """Runs `tokens` through `extend` in the given pieces as request `row`, the others idle."""
     hidden, start = [], 0
     for size in cuts:
         n = min(size, len(tokens) - start)
-        piece = np.full((rows, size), 5, np.int32)
+        piece = np.full((ROWS, size), 5, np.int32)
         piece[row, :n] = tokens[start : start + n]
-        n_valid, positions = np.zeros(rows, np.int32), np.full(rows, 7, np.int32)
+        n_valid, positions = np.zeros(ROWS, np.int32), np.full(ROWS, 7, np.int32)
         n_valid[row], positions[row] = n, start
-        out, pool = extend(piece, n_valid, positions, np.arange(rows), pool)
+        out, pool = extend(piece, n_valid, positions, np.arange(ROWS), pool)
         hidden.append(np.asarray(out)[row, :n])
         start += n
     assert start == len(tokens)
@@ -99,26 +102,26 @@ def test_no_position_sees_a_later_token(token):
 @pytest.mark.parametrize("cuts", [(64, 64, 64), (128, 64), (64, 128), (192,)])
 def test_prefill_at_multiples_of_64_equals_training_bit_for_bit(cuts):
     tokens = sequence(150)
-    hidden, _ = feed(tokens, cuts, dense_pool(MODEL.cache_spec, 2, CONTEXT))
+    hidden, _ = feed(tokens, cuts, dense_pool(MODEL.cache_spec, ROWS, CONTEXT))
     assert np.array_equal(hidden, alone(tokens))
 
 
 @pytest.mark.parametrize("cuts", [(64,) + (1,) * 86, (16,) * 10, (64, 5, 1, 64, 1, 16)])
 def test_decode_and_odd_cuts_follow_training(cuts):
     tokens = sequence(150)
-    hidden, _ = feed(tokens, cuts, dense_pool(MODEL.cache_spec, 2, CONTEXT))
+    hidden, _ = feed(tokens, cuts, dense_pool(MODEL.cache_spec, ROWS, CONTEXT))
     np.testing.assert_allclose(logprobs(hidden), logprobs(alone(tokens)), atol=1e-5)
 
 
 def test_a_request_is_the_same_alone_and_among_others():
     """Decode from row 1 of 4: the others idle, then busy with other requests; every bit equal."""
-    prompt, rows = sequence(70), 4
-    pool = dense_pool(MODEL.cache_spec, rows, CONTEXT)
-    _, quiet = feed(prompt, (128,), pool, row=1, rows=rows)
+    prompt = sequence(70)
+    pool = dense_pool(MODEL.cache_spec, ROWS, CONTEXT)
+    _, quiet = feed(prompt, (128,), pool, row=1)
     loaded = quiet
     for row in (0, 2, 3):
-        _, loaded = feed(sequence(40 + row, seed=row), (128,), loaded, row=row, rows=rows)
-    tokens, pages = np.array([[9], [11], [13], [17]], np.int32), np.arange(rows)
+        _, loaded = feed(sequence(40 + row, seed=row), (128,), loaded, row=row)
+    tokens, pages = np.array([[9], [11], [13], [17]], np.int32), np.arange(ROWS)
     positions = np.array([40, 70, 42, 43])
     one, _ = extend(tokens, np.array([0, 1, 0, 0]), positions, pages, quiet)
     many, _ = extend(tokens, np.ones(4, int), positions, pages, loaded)
@@ -128,7 +131,7 @@ def test_a_request_is_the_same_alone_and_among_others():
 
 
 def test_idle_rows_keep_what_they_had_and_garbage_never_spreads():
-    pool = dense_pool(MODEL.cache_spec, 2, CONTEXT)
+    pool = dense_pool(MODEL.cache_spec, ROWS, CONTEXT)
     _, pool = feed(sequence(70), (128,), pool, row=0)
     before = jax.tree.map(np.asarray, pool)
     other, after = feed(sequence(66, seed=1), (64, 1, 1), pool, row=1)
@@ -139,9 +142,9 @@ def test_idle_rows_keep_what_they_had_and_garbage_never_spreads():
 
 def test_a_row_taken_over_starts_from_zero():
     """The pool still holds another request's state; a request at position 0 does not read it."""
-    _, used = feed(sequence(200), (256,), dense_pool(MODEL.cache_spec, 2, CONTEXT))
+    _, used = feed(sequence(200), (128, 128), dense_pool(MODEL.cache_spec, ROWS, CONTEXT))
     tokens = sequence(20, seed=4)
-    fresh, _ = feed(tokens, (64,), dense_pool(MODEL.cache_spec, 2, CONTEXT))
+    fresh, _ = feed(tokens, (64,), dense_pool(MODEL.cache_spec, ROWS, CONTEXT))
     again, _ = feed(tokens, (64,), used)
     assert np.array_equal(fresh, again)
 
@@ -191,8 +194,8 @@ def test_latent_attention_takes_the_form_of_fewer_products(monkeypatch, latent, 
         return sum(jnp.sum(o * weights[0, part]) for o, part in zip(outs, parts, strict=True)), outs
 
     with jax.default_matmul_precision("highest"):
-        (_, got), slope = jax.jit(jax.value_and_grad(packed, has_aux=True))(x)
-        (_, want), want_slope = jax.jit(jax.value_and_grad(apart, has_aux=True))(x)
+        (_, got), slope = quick(jax.value_and_grad(packed, has_aux=True))(x)
+        (_, want), want_slope = quick(jax.value_and_grad(apart, has_aux=True))(x)
     assert set(asked) == {kind}
     for part, expected in zip(parts, want, strict=True):
         np.testing.assert_allclose(got[0, part], expected, atol=1e-5)
@@ -202,11 +205,11 @@ def test_latent_attention_takes_the_form_of_fewer_products(monkeypatch, latent, 
 def test_training_in_expanded_form_and_prefill_in_absorbed_form_agree():
     config = KimiLinearConfig(**{**vars(CONFIG), "kv_latent": 24, "layers": ("mla",)})
     model = build_model(config)
-    params = jax.jit(model.init)(jax.random.key(1))
+    params = quick(model.init)(jax.random.key(1))
     tokens, zeros = sequence(128)[None], np.zeros((1, 128), np.int32)
-    want = jax.jit(model.forward)(params, tokens, np.arange(128)[None], zeros)
+    want = quick(model.forward)(params, tokens, np.arange(128)[None], zeros)
     pool = dense_pool(model.cache_spec, 1, 128)
-    got, _ = jax.jit(model.extend, static_argnums=6)(
+    got, _ = quick(model.extend, static_argnums=6)(
         params, tokens, np.array([128]), np.array([0]), np.arange(1), pool, DENSE
     )
     np.testing.assert_allclose(got, want, atol=1e-5)
@@ -239,8 +242,8 @@ def test_gradients_equal_finite_differences_in_float64():
     batch, _ = pack([[sequence(70), sequence(30, seed=2)]], 192)
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), PARAMS)
-        value = jax.jit(loss)
-        grads = jax.jit(jax.grad(loss))(params, *batch)
+        value = quick(loss)
+        grads = quick(jax.grad(loss))(params, *batch)
         leaves, structure = jax.tree.flatten(params)
         rng = np.random.default_rng(0)
         for i, (leaf, grad) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True)):
@@ -308,7 +311,7 @@ def test_layers_follow_the_list():
     """A stack with the latent layer first keeps one token cache and one state, and still agrees."""
     config = KimiLinearConfig(**{**vars(CONFIG), "layers": ("mla", "kda"), "gate_rank": None})
     model = build_model(config)
-    params = jax.jit(model.init)(jax.random.key(1))
+    params = quick(model.init)(jax.random.key(1))
     assert [len(x) for x in model.cache_spec] == [1, 1]
     assert "down" not in params["blocks"]["block_1"]["mixer"]["gate"]
     tokens = sequence(64)[None]

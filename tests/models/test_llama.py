@@ -11,9 +11,11 @@ from models.execution import Execution
 from models.llama import LlamaConfig, RopeScaling, build_model
 from rl_jax.arrays import round_up
 from tests.fakes.cache import DENSE, dense_pool
+from tests.fakes.compiling import QUICK
 from tests.models import llama_reference
 
-VOCAB, CONTEXT = 64, 192
+VOCAB, CONTEXT, ROWS = 64, 192, 4
+"""CONTEXT and ROWS of a pool: one size, so that all tests share a width's program."""
 SIZES = {"vocab_size": VOCAB, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
 VARIANTS = {
     "llama": LlamaConfig(**SIZES, ffn_width=48, rope_theta=100.0, tied=False),
@@ -79,16 +81,16 @@ def alone(tokens: np.ndarray) -> np.ndarray:
     return np.asarray(forward(params_of(), *batch))[0, : len(tokens)]
 
 
-def feed(tokens, cuts, pool, row=0, rows=2):
+def feed(tokens, cuts, pool, row=0):
     """Runs `tokens` through `extend` in the given pieces as request `row`, the others idle."""
     hidden, start = [], 0
     for size in cuts:
         n = min(size, len(tokens) - start)
-        piece = np.full((rows, size), 5, np.int32)
+        piece = np.full((ROWS, size), 5, np.int32)
         piece[row, :n] = tokens[start : start + n]
-        n_valid, positions = np.zeros(rows, np.int32), np.full(rows, 7, np.int32)
+        n_valid, positions = np.zeros(ROWS, np.int32), np.full(ROWS, 7, np.int32)
         n_valid[row], positions[row] = n, start
-        out, pool = extend(piece, n_valid, positions, np.arange(rows), pool)
+        out, pool = extend(piece, n_valid, positions, np.arange(ROWS), pool)
         hidden.append(np.asarray(out)[row, :n])
         start += n
     assert start == len(tokens)
@@ -117,7 +119,7 @@ def test_values_and_slopes_are_those_of_numpy_in_float64(name: str) -> None:
 
     exact = jax.tree.map(np.float64, params_of(name))
     with jax.enable_x64(True):
-        run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        run = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
         (_, got), grads = run(jax.tree.map(jnp.asarray, exact))
     np.testing.assert_allclose(got[0, :70], llama_reference.logits(config, exact, one), rtol=1e-9)
     np.testing.assert_allclose(
@@ -162,25 +164,25 @@ def test_a_packed_row_equals_each_trajectory_alone_bit_for_bit() -> None:
 @pytest.mark.parametrize("cuts", [(64, 64, 64), (128, 64)])
 def test_prefill_at_multiples_of_64_equals_training_bit_for_bit(cuts) -> None:
     tokens = sequence(150)
-    hidden, _ = feed(tokens, cuts, dense_pool(MODEL.cache_spec, 2, CONTEXT))
+    hidden, _ = feed(tokens, cuts, dense_pool(MODEL.cache_spec, ROWS, CONTEXT))
     assert np.array_equal(hidden, alone(tokens))
 
 
 @pytest.mark.parametrize("cuts", [(64,) + (1,) * 86, (64, 5, 1, 64, 1, 16)])
 def test_decode_and_odd_cuts_follow_training(cuts) -> None:
     tokens = sequence(150)
-    hidden, _ = feed(tokens, cuts, dense_pool(MODEL.cache_spec, 2, CONTEXT))
+    hidden, _ = feed(tokens, cuts, dense_pool(MODEL.cache_spec, ROWS, CONTEXT))
     np.testing.assert_allclose(hidden, alone(tokens), atol=1e-5)
 
 
 def test_a_request_is_the_same_alone_and_among_others() -> None:
-    prompt, rows = sequence(70), 4
-    pool = dense_pool(MODEL.cache_spec, rows, CONTEXT)
-    _, quiet = feed(prompt, (128,), pool, row=1, rows=rows)
+    prompt = sequence(70)
+    pool = dense_pool(MODEL.cache_spec, ROWS, CONTEXT)
+    _, quiet = feed(prompt, (128,), pool, row=1)
     loaded = quiet
     for row in (0, 2, 3):
-        _, loaded = feed(sequence(40 + row, seed=row), (128,), loaded, row=row, rows=rows)
-    tokens, pages = np.array([[9], [11], [13], [17]], np.int32), np.arange(rows)
+        _, loaded = feed(sequence(40 + row, seed=row), (128,), loaded, row=row)
+    tokens, pages = np.array([[9], [11], [13], [17]], np.int32), np.arange(ROWS)
     positions = np.array([40, 70, 42, 43])
     one, _ = extend(tokens, np.array([0, 1, 0, 0]), positions, pages, quiet)
     many, _ = extend(tokens, np.ones(4, int), positions, pages, loaded)
@@ -211,7 +213,8 @@ def gradient(execution: Execution):
         weights = (batch[2] >= 0) * np.sin(np.arange(128))
         return jnp.sum(scores[..., 3] * weights), (hidden, logits)
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))(params_of())
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
+    return run(params_of())
 
 
 @pytest.fixture(scope="module")

@@ -81,13 +81,15 @@ def loss(states, x, execution):
     return jnp.sum(out**2) + sum(jnp.sum(o) for o in others if o is not None), others
 
 
+sloped = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
+
+
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("remat", ["none", "block", "dots"])
 def test_every_execution_gives_the_same(scan, remat):
     """Values, each layer's own output at its place, gradients of all parameters."""
-    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
-    (want, outs), slopes = run(STATES, X, Execution())
-    (got, own), own_slopes = run(STATES, X, Execution(scan, remat))
+    (want, outs), slopes = sloped(STATES, X, Execution())
+    (got, own), own_slopes = sloped(STATES, X, Execution(scan, remat))
     assert [o is None for o in own] == [kind == "a" for kind in KINDS]
     np.testing.assert_allclose(got, want, rtol=1e-6)
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)

@@ -6,23 +6,36 @@ its group: gathered over `expert` in training, there already where `tensor` cuts
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rl_jax.arrays import Array, round_up
-from rl_jax.kernels.experts import xla
-from rl_jax.sharding import CONTEXT, EXPERT, FSDP, ROWS, TENSOR, on_each_device
+from rl_jax.kernels.choice import choose
+from rl_jax.kernels.experts import triton_launch, xla
+from rl_jax.sharding import CONTEXT, EXPERT, ROWS, SHARDS, TENSOR, on_each_device
 
-__all__ = ["mix"]
+__all__ = ["backends", "mix"]
 
 BLOCK = 4096
 """Tokens, those of a whole group of devices, that are sorted and multiplied at once; a guess."""
 
 _Operands = tuple[Array, ...]
 """Tokens [T, D], their choices and weights [T, k]."""
+Product = Callable[[Any, Array, Array], Array]
+"""(rows sorted by group, a matrix for each group, sizes of groups) -> rows times their matrices."""
+
+BACKENDS: dict[str, Product] = {"triton": triton_launch.grouped, "xla": xla.grouped}
+"""The best first; xla runs everything everywhere, and multiplies by groups on a TPU alone."""
+
+
+def backends(dtype: DTypeLike) -> dict[str, str]:
+    """Backend -> why it cannot run such operands here, empty where it can; the best first."""
+    return {"triton": triton_launch.obstacle(dtype), "xla": ""}
 
 
 def mix(
@@ -34,6 +47,7 @@ def mix(
     down: Float[Array, "E F D"],
     *,
     block: int = BLOCK,
+    backend: str | None = None,
 ) -> Float[Array, "*T D"]:
     """sum_c weights[.., c] down_e (silu(gate_e x) * up_e x), e = choices[.., c], in x's dtype.
 
@@ -48,11 +62,15 @@ def mix(
     into, back = _EXPERTS if EXPERT in sizes else _EXPERTS_OVER_TENSOR
     cuts = dict.fromkeys(("x", "choices", "weights"), tokens)
     cuts |= {"gate": into, "up": into, "down": back}
-    run = on_each_device(partial(_on_device, sizes=sizes, block=block), cuts, (tokens,))
+    if backend is None and jax.default_backend() == "tpu":
+        backend = "xla"
+    product = choose(backend, BACKENDS, backends(x.dtype))
+    local = partial(_on_device, product=product, sizes=sizes, block=block)
+    run = on_each_device(local, cuts, (tokens,))
     return run(x, choices, weights, gate, up, down)[0]
 
 
-_EXPERTS = PartitionSpec(EXPERT, FSDP, TENSOR), PartitionSpec(EXPERT, TENSOR, FSDP)
+_EXPERTS = PartitionSpec(EXPERT, SHARDS, TENSOR), PartitionSpec(EXPERT, TENSOR, SHARDS)
 _EXPERTS_OVER_TENSOR = PartitionSpec(TENSOR), PartitionSpec(TENSOR)
 """Where (gate and up), down lie: on the trainer's mesh, on the sampler's."""
 
@@ -65,13 +83,14 @@ def _on_device(
     up: Array,
     down: Array,
     *,
+    product: Product,
     sizes: dict[str, int],
     block: int,
 ) -> tuple[Array]:
     """A device's part of tokens [.., D], experts and hidden width; its tokens' whole sums."""
-    if sizes.get(FSDP, 1) > 1 and EXPERT in sizes:
-        gate, up = (jax.lax.all_gather(m, FSDP, axis=1, tiled=True) for m in (gate, up))
-        down = jax.lax.all_gather(down, FSDP, axis=2, tiled=True)
+    if any(sizes.get(axis, 1) > 1 for axis in SHARDS) and EXPERT in sizes:
+        gate, up = (jax.lax.all_gather(m, SHARDS, axis=1, tiled=True) for m in (gate, up))
+        down = jax.lax.all_gather(down, SHARDS, axis=2, tiled=True)
     over, group = (EXPERT if EXPERT in sizes else TENSOR), sizes.get(EXPERT, 1)
     first = jax.lax.axis_index(over) * gate.shape[0] if sizes.get(over, 1) > 1 else 0
 
@@ -79,7 +98,8 @@ def _on_device(
         if group > 1:
             tokens = jax.tree.map(lambda a: jax.lax.all_gather(a, EXPERT, tiled=True), tokens)
         x, choices, weights = tokens
-        out = xla.mix(x, jnp.where(choices < 0, -1, choices - first), weights, gate, up, down)
+        own = jnp.where(choices < 0, -1, choices - first)
+        out = xla.mix(x, own, weights, gate, up, down, product)
         if group > 1:
             out = jax.lax.psum_scatter(out, EXPERT, tiled=True)
         return jax.lax.psum(out, TENSOR) if sizes.get(TENSOR, 1) > 1 else out

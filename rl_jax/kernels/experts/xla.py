@@ -1,9 +1,10 @@
-"""[P] The experts of one device: tokens sorted by expert, one ragged product per matrix.
+"""[P] The experts of one device: tokens sorted by expert, one grouped product per matrix.
 
 Sorting copies each token once for each of its choices. The way there and back are gathers in both
 directions, so nothing is added in an order that depends on neighbours.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,41 +22,50 @@ def mix(
     gate: Float[Array, "E D F"],
     up: Float[Array, "E D F"],
     down: Float[Array, "E F D"],
+    product: Callable[[Any, Array, Array], Array],
 ) -> Float[Array, "T D"]:
-    """`reference.mix` in the dtype of x; a choice that is no expert of these adds nothing."""
+    """`reference.mix` in the dtype of x; a choice that is no expert of these adds nothing.
+
+    `product(rows, matrices, sizes)` multiplies each group's rows, the first sizes[0] and so on, by
+    the group's matrix; what it leaves in rows past the groups may be anything, also in gradients.
+    """
     experts, chosen = gate.shape[0], choices.shape[1]
     flat = choices.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < experts), flat, experts)
     order = jnp.argsort(flat, stable=True)
     inverse = jnp.argsort(order)
     sizes = jnp.bincount(flat, length=experts).astype(jnp.int32)
-    rows = _sorted(x, order, inverse, chosen)
-    hidden = jax.nn.silu(_ragged(rows, gate, sizes)) * _ragged(rows, up, sizes)
-    out = _unsorted(_ragged(hidden, down, sizes), order, inverse)
-    # What a ragged product leaves in rows past its groups is not defined.
-    out = jnp.where((flat < experts)[:, None], out, 0).reshape(*choices.shape, -1)
+    here = flat < experts
+    rows = _sorted(x, order, inverse, here, chosen)
+    hidden = jax.nn.silu(product(rows, gate, sizes)) * product(rows, up, sizes)
+    out = _unsorted(product(hidden, down, sizes), order, inverse)
+    out = jnp.where(here[:, None], out, 0).reshape(*choices.shape, -1)
     exact = jnp.promote_types(x.dtype, weights.dtype)
     terms = [out[:, i].astype(exact) * weights[:, i, None].astype(exact) for i in range(chosen)]
     return sum(terms[1:], terms[0]).astype(x.dtype)
 
 
-def _ragged(rows: Any, matrices: Array, sizes: Array) -> Array:
+def grouped(
+    rows: Float[Array, "M D"], matrices: Float[Array, "E D F"], sizes: Int[Array, " E"]
+) -> Float[Array, "M F"]:
+    """Each group's rows by the group's matrix."""
     return jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=rows.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sorted(x: Array, order: Array, inverse: Array, chosen: int) -> Array:
-    """Each token once for each of its choices, in `order`."""
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _sorted(x: Array, order: Array, inverse: Array, here: Array, chosen: int) -> Array:
+    """Each token once for each of its choices, in `order`; `here` are those that count."""
     return x[order // chosen]
 
 
 def _sorted_backward(chosen: int, kept: tuple[Array, Array], gradient: Array):
-    copies = gradient[kept[1]].reshape(-1, chosen, gradient.shape[-1])
-    return sum((copies[:, i] for i in range(1, chosen)), copies[:, 0]), None, None
+    inverse, here = kept
+    copies = jnp.where(here[:, None], gradient[inverse], 0).reshape(-1, chosen, gradient.shape[-1])
+    return sum((copies[:, i] for i in range(1, chosen)), copies[:, 0]), None, None, None
 
 
 _sorted.defvjp(
-    lambda x, order, inverse, chosen: (x[order // chosen], (order, inverse)), _sorted_backward
+    lambda x, order, inverse, here, chosen: (x[order // chosen], (inverse, here)), _sorted_backward
 )
 
 

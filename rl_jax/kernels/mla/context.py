@@ -3,8 +3,8 @@
 Keys, values and segments of all shards are gathered; a device's queries go over them in the order
 of one device. Heads with keys of their own go in as many parts as there are shards, so that what is
 gathered at once is no larger than a shard of all heads. The transpose of the gather adds the
-gradients up and scatters them. The backward pass gathers once more, so a layer keeps its own shard
-alone.
+gradients up and scatters them. A layer keeps its own shard and what attention made of it (`KEPT`);
+the backward pass gathers once more.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from math import gcd
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
 from jaxtyping import Float, Int
 
 from rl_jax.arrays import Array
 from rl_jax.kernels.mla import xla
+from rl_jax.kernels.mla.online import KEPT
 
 
 def attend_rows(
@@ -85,12 +85,8 @@ def _in_parts(x: Float[Array, "R L H A"], parts: int) -> Float[Array, "P R L h A
 
 
 def _gathered_again(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """`attend` whose backward pass keeps no gathered row, nor what is cut or copied from one."""
-
-    def kept(primitive: Primitive, *_: object, **__: object) -> bool:
-        return primitive.name not in ("all_gather", "slice", "transpose")
-
-    return jax.checkpoint(attend, policy=kept)
+    """`attend` whose backward pass keeps its outputs and logarithms of masses, and no more."""
+    return jax.checkpoint(attend, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
 
 
 def _whole(x: Array, axis: str) -> Array:

@@ -10,6 +10,9 @@ from jaxtyping import Bool, Float
 
 from rl_jax.arrays import Array
 
+KEPT = "attention"
+"""Name of what a forward pass hands its backward pass (`jax.ad_checkpoint.checkpoint_name`): who
+keeps it does not attend again."""
 LOWEST = -1e30
 """Stands for minus infinity in running maxima: differences of it stay numbers."""
 

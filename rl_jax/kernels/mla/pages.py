@@ -1,9 +1,8 @@
 """[P] Latent attention to token pages of the pool, and writing them, in plain XLA.
 
-Rows go one after the other, each over its own pages, which are gathered as they are folded in:
-neither a context as a whole nor the scores of one are ever there, and a short row beside a long one
-costs what it costs alone. Pages come in the order of positions, so a row's bits depend on nothing
-but the row.
+Pages are gathered as they are folded in (`walk`), so neither a context as a whole nor the scores of
+one are ever there, and a row pays for its own pages. Pages come in the order of positions, so a
+row's bits depend on nothing but the row.
 """
 
 import jax
@@ -11,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from rl_jax.arrays import CHUNK, Array, round_up
-from rl_jax.kernels.mla import online
-from rl_jax.kernels.pages import NULL_PAGE, DevicePool, read_lines
+from rl_jax.kernels.mla.walk import Entries, Lanes, walk
+from rl_jax.kernels.pages import NULL_PAGE, DevicePool
 
 
 def attend_pages(
@@ -35,47 +34,16 @@ def attend_pages(
     block = min(n, CHUNK)
     length = round_up(n, block)
     q = jnp.pad(q, ((0, 0), (0, length - n), (0, 0), (0, 0)))
-    queries = q.reshape(-1, block, heads, key_width).swapaxes(1, 2)
-    per_row = length // block
-
-    def one(place: tuple[Array, Array]) -> Float[Array, "H C V"]:
-        number, queries = place
-        row, first = number // per_row, number % per_row * block
-        start, valid = positions[row], n_valid[row]
-        written = jnp.where(valid > first, start + valid, 0)
-        here = start + first
-        return _attend(queries, pool, pages[row], here, written, width, value_width, scale)
-
-    out = jax.lax.map(one, (jnp.arange(rows * per_row, dtype=positions.dtype), queries))
+    starts = jnp.arange(0, length, block, dtype=positions.dtype)
+    written = jnp.where(n_valid[:, None] > starts, (positions + n_valid)[:, None], 0)
+    lanes = Lanes(
+        q.reshape(-1, block, heads, key_width).swapaxes(1, 2),
+        jnp.repeat(jnp.arange(rows, dtype=pages.dtype), len(starts)),
+        (positions[:, None] + starts).reshape(-1),
+        written.reshape(-1),
+    )
+    out = walk(lanes, Entries(pool, pages, width, value_width, scale)).astype(q.dtype)
     return out.swapaxes(1, 2).reshape(rows, length, heads, value_width)[:, :n]
-
-
-def _attend(
-    q: Float[Array, "H C W"],
-    pool: DevicePool,
-    pages: Int[Array, " S"],
-    position: Int[Array, ""],
-    written: Int[Array, ""],
-    width: int,
-    value_width: int,
-    scale: float,
-) -> Float[Array, "H C V"]:
-    """A block of one row's queries, the first at `position`, over pages with `written` tokens."""
-    n = q.shape[1]
-    query = position + jnp.arange(n)
-
-    def step(number: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        page = pages[number]
-        entries = read_lines(pool, page, jnp.zeros_like(page), CHUNK * width).reshape(CHUNK, width)
-        key = number * CHUNK + jnp.arange(CHUNK)
-        exists = key < written
-        entries = jnp.where(exists[:, None], entries, 0.0).astype(q.dtype)  # garbage may be NaN
-        mask = (key <= query[:, None]) & exists
-        return online.fold(carry, q, entries, mask, scale)
-
-    used = -(-jnp.minimum(written, position + n) // CHUNK)
-    out = online.finish(jax.lax.fori_loop(0, used, step, online.empty(q, value_width)))
-    return out.astype(q.dtype)
 
 
 def write_pages(
@@ -101,4 +69,7 @@ def write_pages(
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.uint32)
     mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
     words = pool.reshape(pool.shape[0], -1)
-    return jax.lax.scatter(words, where, bits, dimensions, mode=mode).reshape(pool.shape)
+    written = jax.lax.scatter(words, where, bits, dimensions, mode=mode).reshape(pool.shape)
+    # Of one token the scatter is an update of a slice, which a GPU's compiler would make again
+    # where the pool is read next, and for that keep a copy of the pool as it was.
+    return jax.lax.optimization_barrier(written)

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from rl_jax.arrays import Array, round_up
+from rl_jax.kernels.mla.online import KEPT
 from rl_jax.kernels.mla.pallas_tpu_pages import DTYPES, attend_pages, unsupported
 from rl_jax.kernels.mla.pallas_tpu_write import write_pages
 from rl_jax.kernels.pages import LANES
@@ -142,7 +143,7 @@ def _attend(
         "save_residuals": False,
         "mask_value": splash.DEFAULT_MASK_VALUE,
         "attn_logits_soft_cap": None,
-        "residual_checkpoint_name": None,
+        "residual_checkpoint_name": KEPT,
         "mask_function": _is_causal,
         "interpret": False,
     }

@@ -11,11 +11,13 @@ from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, UInt32
 
 from rl_jax.arrays import CHUNK, Array
 from rl_jax.kernels.mla import block_sizes
+from rl_jax.kernels.mla.online import KEPT
 
 DTYPES = ("float32", "bfloat16")
 WIDEST_HEAD = 256
@@ -119,7 +121,8 @@ def _forward(q, k, v, segments, of_keys, at, scale):
     operands = q, k, v, segments, of_keys, at, *spans, heads, length, k.shape[1]
     grid = spans[0].shape[1], heads, rows
     sizes = _head_sizes(q, v, launch)
-    out, log_mass = _call("heads_forward", operands, shapes, grid, launch, scale, **sizes)
+    made = _call("heads_forward", operands, shapes, grid, launch, scale, **sizes)
+    out, log_mass = (checkpoint_name(x, KEPT) for x in made)
     return out, (q, k, v, segments, of_keys, at, out, log_mass)
 
 
