@@ -1,46 +1,103 @@
-"""[N] What a forward pass keeps for its gradients, read off the shapes that tracing gives."""
+"""[H] What a step adds to its arguments on one device, from tracing that device's part of it."""
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from math import prod
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
+from launch import build
+from launch.plan.liveness import fullest
+from launch.plan.traced import Weigh
 from rl_jax.arrays import Tree
-from rl_jax.model import Model
-
-LONGEST = 4096
-"""Tokens of the row that is traced; what is kept grows with the tokens and nothing else."""
-
-
-class Kept(NamedTuple):
-    """Bytes for one token."""
-
-    whole: float
-    """Of the width of what layers hand on, so the same on every device of `tensor`."""
-    cut: float
-    """Of heads and hidden widths, which `tensor` cuts."""
-
-    def on(self, tensor: int) -> float:
-        return self.whole + self.cut / tensor
+from rl_jax.config.model import KimiLinear, Llama
+from rl_jax.config.run import RunConfig
+from rl_jax.sharding import CONTEXT, DATA, EXPERT, FSDP, SHARDS, TENSOR, TRAINER_AXES
+from rl_jax.trainer.batches import empty_batch
+from rl_jax.trainer.state import POLICY
+from rl_jax.trainer.step import make_train_step
 
 
-def kept(model: Model, params: Tree, row_length: int) -> Kept:
-    """For one token of a row; `params` are abstract. Parameters that are kept are not counted."""
-    length = min(row_length, LONGEST)
-    one, two = _residuals(model, params, 1, length), _residuals(model, params, 2, length)
-    return Kept(*((b - a) / length for a, b in zip(one, two, strict=True)))
+def temporaries(config: RunConfig, vocab_size: int) -> int:
+    """Bytes at the fullest moment of a device's step beside state and batch: gradients, kept and
+    recomputed activations, cotangents, copies of the weights.
+
+    The step is traced for the device's own rows, tokens, heads, hidden widths and experts, on no
+    mesh. Gradients and copies of what `fsdp` and `context` cut count with the device's part. Under
+    `context` layers take their heads in parts, which is not traced: an upper bound then.
+    """
+    own = on_one_device(config)
+    parts = config.mesh.trainer.model_dump()
+    policy = build.build_policy(own, vocab_size // parts[TENSOR])
+    loss, optimizer = build.build_loss(own), build.build_optimizer(own)
+    options = build.step_options(own, policy)
+    alone = AbstractMesh((1,) * len(TRAINER_AXES), TRAINER_AXES)
+    critic = build.build_critic(own)
+    state = build.abstract_state(policy, loss, optimizer, alone, critic, options.storage)
+    step = make_train_step(
+        policy,
+        loss,
+        {POLICY: optimizer},
+        vocab_chunk=max(build.vocab_chunk(policy) // parts[TENSOR], 1),
+        storage=options.storage,
+        experts=options.experts,
+    )
+    given = _shapes(state), _shapes(empty_batch(build.rl_shape(own), options.choices))
+    traced = jax.make_jaxpr(step)(*given)
+    return fullest(
+        traced.jaxpr,
+        _weigh(state.params[POLICY], policy.axes(), prod(parts[axis] for axis in SHARDS)),
+    )
 
 
-def _residuals(model: Model, params: Tree, rows: int, length: int) -> Kept:
-    """Bytes of everything that the backward pass gets, parameters and constants included."""
-    row = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+def on_one_device(config: RunConfig) -> RunConfig:
+    """The run whose step is that of one of the devices, but for what devices exchange."""
+    sizes, own = config.mesh.trainer.model_dump(), config.trainer
+    rows = own.rows_per_microbatch // prod(sizes[axis] for axis in (DATA, FSDP, EXPERT))
+    length = own.row_length // sizes[CONTEXT]
+    batch = {"rows_per_microbatch": rows, "row_length": length}
+    sampled = {"max_context": min(config.sampler.max_context, length)}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=_model_parts(config.model, sizes)),
+            "trainer": own.model_copy(update=batch),
+            "sampler": config.sampler.model_copy(update=sampled),
+        }
+    )
 
-    def run(params: Tree, tokens: Any, positions: Any, segments: Any) -> tuple[Any, Any]:
-        return jax.vjp(lambda own: model.forward(own, tokens, positions, segments), params)
 
-    hidden, pulled = jax.eval_shape(run, params, row, row, row)
-    width, found = hidden.shape[-1], [0, 0]
-    for leaf in jax.tree.leaves(pulled):
-        if hasattr(leaf, "shape"):
-            found[leaf.shape[-1:] != (width,)] += leaf.size * leaf.dtype.itemsize
-    return Kept(*found)
+def _model_parts(model: KimiLinear | Llama, sizes: Mapping[str, int]) -> dict[str, Any]:
+    tensor = sizes[TENSOR]
+    cut = ("heads", "kv_heads", "mla_heads", "ffn", "expert_width")
+    parts: dict[str, Any] = {
+        # A single head of keys is on every device.
+        name: max(size // tensor, 1)
+        for name in cut
+        if (size := getattr(model, name, None))
+    }
+    if model.vocab_size is not None:
+        parts["vocab_size"] = model.vocab_size // tensor
+    if isinstance(model, KimiLinear) and model.experts:
+        # A token has as many choices as ever, if not all of them are here.
+        parts["experts"] = max(model.experts // sizes[EXPERT], model.chosen_experts)
+    return parts
+
+
+def _shapes(tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def _weigh(params: Tree, axes: Tree, shards: int) -> Weigh:
+    """Bytes of a value; what has the shape of a matrix that is cut in `shards`, or of a stack of
+    such, is a gradient or copy of it and cut as well."""
+    names = jax.tree.structure(params).flatten_up_to(axes)
+    leaves = zip(jax.tree.leaves(params), names, strict=True)
+    cut = {leaf.shape for leaf, own in leaves if "embed" in own and leaf.ndim > 1}
+
+    def weigh(value: Any) -> int:
+        whole = value.size * getattr(value.dtype, "itemsize", 0) if hasattr(value, "shape") else 0
+        found = shards > 1 and (value.shape in cut or value.shape[1:] in cut) if whole else False
+        return whole // shards if found else whole
+
+    return weigh

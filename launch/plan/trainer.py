@@ -4,29 +4,28 @@ from collections.abc import Mapping
 from math import prod
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from launch import build
-from launch.plan.activations import kept
+from launch.plan.activations import temporaries
 from launch.plan.base import Part, Program, bytes_of, total
 from rl_jax.arrays import Tree
 from rl_jax.config.run import RunConfig
 from rl_jax.model import Model
-from rl_jax.sharding import CONTEXT, DATA, EXPERT, FSDP, TENSOR
+from rl_jax.sharding import CONTEXT, DATA, EXPERT, FSDP
 from rl_jax.trainer.batches import empty_batch
-from rl_jax.trainer.log_softmax import chunk_rows
 from rl_jax.trainer.loop import Auditor
 from rl_jax.trainer.state import CRITIC, POLICY
 
 PUBLISHED, BATCH = "published copies kept for the audit", "batch"
 """Parts that do not stand with their like: held beside the step, and an argument of it."""
-CHUNKS = 3
-"""Arrays of [tokens, a chunk of the vocabulary] at once: logits, probabilities, their gradient."""
+ACTIVATIONS = "activations and their gradients"
+"""With the gradients of a microbatch and cast or stacked weights: all that is there at the fullest
+moment besides."""
 
 
-def plan_trainer(config: RunConfig, model: Model, plain: Model) -> Program:
-    """Of a run of `config`; `plain` is the model with all activations kept.
+def plan_trainer(config: RunConfig, model: Model) -> Program:
+    """Of a run of `config`.
 
     ValueError naming a parameter that does not divide over the mesh.
     """
@@ -52,7 +51,7 @@ def plan_trainer(config: RunConfig, model: Model, plain: Model) -> Program:
     )  # fmt: skip
     step = (
         Part(BATCH, sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) // cut, True),
-        *_step(config, model, plain, scored, options.storage.trained),
+        *_step(config, model, scored, options.storage.trained),
     )
     moments = {
         "update": step,
@@ -62,40 +61,25 @@ def plan_trainer(config: RunConfig, model: Model, plain: Model) -> Program:
     return Program("trainer", sizes, held, moments)
 
 
-def _step(
-    config: RunConfig, model: Model, plain: Model, scored: Tree, trained: str
-) -> tuple[Part, ...]:
+def _step(config: RunConfig, model: Model, scored: Tree, trained: str) -> tuple[Part, ...]:
     """What the step's program needs besides its arguments."""
-    own, sizes = config.trainer, config.mesh.trainer.model_dump()
-    tensor = sizes[TENSOR]
-    rows = sizes[DATA] * sizes[FSDP] * sizes[EXPERT]
-    tokens = own.rows_per_microbatch // rows * (own.row_length // sizes[CONTEXT])
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), scored)
-    per_token = kept(model, shapes, own.row_length).on(tensor)
-    if config.model.remat != "none":
-        # One block at a time is computed again with everything that it would keep. That of the
-        # mean block, without its gradients: of blocks that differ, and of experts, too little.
-        per_token += kept(plain, shapes, own.row_length).on(tensor) / layers_of(config)
+    own, mesh = config.trainer, config.mesh.trainer
     count = sum(prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(scored))
-    chunk = chunk_rows(model.vocab_size, build.vocab_chunk(model), tensor)
-    compute = jnp.dtype(config.model.compute).itemsize
-    cast = count * compute if compute < jnp.dtype(own.param_dtype).itemsize else 0
-    stacked = count * compute if config.model.scan else 0
     rounded = bytes_of(scored) if own.param_dtype != trained else 0
+    summed, there = 4 * count, temporaries(config, model.vocab_size)
+    # Gathered for its products, one block after the other.
+    gathered = _largest_block(scored) * (mesh.fsdp * mesh.context - 1)
     return (
         Part("rounded copy of the masters", rounded, True),
-        Part("weights cast and stacked", max(cast, stacked), False),
-        Part("gradients, summed", 4 * count, True),
-        Part("gradients of a microbatch", bytes_of(scored), False),
-        Part("activations", round(tokens * per_token), False),
-        Part("logits of a chunk", CHUNKS * 4 * tokens * chunk, False),
+        Part("gradients, summed", summed, True),
+        Part("weights of a block, gathered", gathered, False),
+        Part(ACTIVATIONS, max(there - rounded - summed, 0), False),
     )
 
 
-def layers_of(config: RunConfig) -> int:
-    """Blocks of the policy."""
-    layers = config.model.layers
-    return layers if isinstance(layers, int) else len(layers)
+def _largest_block(params: Tree) -> int:
+    """Bytes of a device's part of the block with most."""
+    return max(map(bytes_of, params["blocks"].values()))
 
 
 def compared(program: Program) -> Mapping[str, int]:

@@ -22,6 +22,7 @@ KIMI = {
 LLAMA = {
     "family": "llama", "width": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn": 64
 }  # fmt: skip
+BLOCK = {"remat": "block"}
 VOCAB = 128
 
 
@@ -66,7 +67,7 @@ def test_parameters_and_optimizer_to_the_byte(model: dict, mesh: dict) -> None:
     placed = jax.tree.map(
         lambda x: jax.device_put(jax.numpy.zeros(x.shape, x.dtype), x.sharding), state
     )
-    planned = plan_trainer(own, policy, policy)
+    planned = plan_trainer(own, policy)
     assert part(planned, "parameters") == on_device(placed.params[POLICY])
     assert part(planned, "optimizer") == on_device(placed.optimizer)
     assert bytes_of(state) == on_device(placed)
@@ -101,7 +102,7 @@ def test_masters_and_a_bfloat16_copy() -> None:
         update={"trainer": own.trainer.model_copy(update={"param_dtype": "bfloat16"})}
     )
     policy = build.build_policy(own, VOCAB)
-    plain, rounded = (plan_trainer(c, policy, policy) for c in (own, half))
+    plain, rounded = (plan_trainer(c, policy) for c in (own, half))
     assert part(rounded, "masters") == part(plain, "parameters")
     copies = {p.name: p.bytes for p in rounded.moments["update"]}
     matrices = sum(x.size for x in jax.tree.leaves(_shapes(policy)) if x.ndim > 1)
@@ -117,6 +118,9 @@ def _shapes(policy: Any) -> Tree:
     ("model", "mesh"),
     [
         pytest.param(LLAMA, {}, id="llama"),
+        pytest.param(LLAMA | BLOCK, {}, id="llama_remat"),
+        pytest.param(KIMI, {}, id="kimi_linear", marks=pytest.mark.slow),
+        pytest.param(KIMI | BLOCK, {}, id="kimi_linear_remat", marks=pytest.mark.slow),
         pytest.param(
             LLAMA, {"fsdp": 2, "tensor": 2, "context": 2}, id="on_8", marks=pytest.mark.slow
         ),
@@ -125,14 +129,14 @@ def _shapes(policy: Any) -> Tree:
 def test_a_step_within_a_fifth_of_what_xla_says(model: dict, mesh: dict) -> None:
     own = config(model, mesh, {})
     policy = build.build_policy(own, VOCAB)
-    mesh = _trainer_mesh(own)
+    place = _trainer_mesh(own)
     loss, optimizer = build.build_loss(own), build.build_optimizer(own)
     options = build.step_options(own, policy)
     step: Any = build.compile_step(
-        policy, loss, optimizer, mesh, build.rl_shape(own), options=options
+        policy, loss, optimizer, place, build.rl_shape(own), options=options
     ).step
     said = step.memory_analysis()
-    planned = compared(plan_trainer(own, policy, policy))
+    planned = compared(plan_trainer(own, policy))
     assert planned["arguments"] == pytest.approx(said.argument_size_in_bytes, rel=0.01)
     found = said.argument_size_in_bytes + said.temp_size_in_bytes
     assert sum(planned.values()) == pytest.approx(found, rel=0.2)
