@@ -51,6 +51,7 @@ from rl_jax.trainer.batches import Batch, Shape, batch_shape, empty_batch
 from rl_jax.trainer.critic import Estimate, first_critic, make_critic_step, make_estimates
 from rl_jax.trainer.log_softmax import chunk_rows
 from rl_jax.trainer.loop import Audit
+from rl_jax.trainer.placement import place, place_scalar
 from rl_jax.trainer.scores import audit
 from rl_jax.trainer.state import (
     CRITIC,
@@ -82,12 +83,24 @@ class Meshes(NamedTuple):
 
 def build_meshes(config: RunConfig) -> Meshes:
     """Disjoint meshes: the trainer's devices first, then the sampler's."""
-    devices = jax.devices()
-    trainer, sampler = config.mesh.trainer, config.mesh.sampler
-    return Meshes(
-        make_trainer_mesh(devices, **trainer.model_dump()),
-        make_mesh(devices[trainer.size :], sampler.data, sampler.tensor),
+    return Meshes(build_trainer_mesh(config), build_sampler_mesh(config, placed=False))
+
+
+def build_sampler_mesh(config: RunConfig, *, placed: bool) -> Mesh:
+    """A sampler's alone: after the trainer's devices, or the first where all are its own
+    (`placed`)."""
+    own = config.mesh.sampler
+    return make_mesh(
+        jax.devices()[0 if placed else config.mesh.trainer.size :], own.data, own.tensor
     )
+
+
+def build_trainer_mesh(config: RunConfig) -> Mesh:
+    """The trainer's alone: the first devices of this process, or of each in a world."""
+    own, processes = config.mesh.trainer, range(jax.process_count())
+    each = own.size // len(processes)
+    devices = [d for i in processes for d in jax.local_devices(i)[:each]]
+    return make_trainer_mesh(devices, **own.model_dump())
 
 
 def build_task(config: RunConfig) -> TaskFamily:
@@ -337,7 +350,7 @@ def compile_step(
     def stepping(step: TrainStep) -> TrainStep:
         own = jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(mesh)))
         with jax.set_mesh(mesh):
-            return own.lower(state, batch).compile()
+            return _placing(own.lower(state, batch).compile(), mesh)
 
     started = jax.jit(init, out_shardings=placed)
     pushed = partial(after_push, optimizers=optimizers)
@@ -349,7 +362,7 @@ def compile_step(
     def estimating() -> Any:
         own = jax.jit(estimate, out_shardings=replicated(mesh))
         with jax.set_mesh(mesh):
-            return own.lower(state.params, batch).compile()
+            return _placing(own.lower(state.params, batch).compile(), mesh)
 
     return StepProgram(
         init=lambda params, teachers=MappingProxyType({}): started(params, dict(teachers)),
@@ -391,7 +404,10 @@ def compile_audit(
     lag = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(mesh))
     jitted = jax.jit(run, out_shardings=replicated(mesh))
     with jax.set_mesh(mesh):
-        return jitted.lower(abstract_params(model, mesh, served), part, lag).compile()
+        program = jitted.lower(abstract_params(model, mesh, served), part, lag).compile()
+    if jax.process_count() == 1:
+        return program
+    return lambda params, part, lag: program(params, place(part, mesh), place_scalar(lag, mesh))
 
 
 def compile_sampler(config: RunConfig, model: Model, mesh: Mesh) -> SamplerPrograms:
@@ -408,6 +424,13 @@ def compile_sampler(config: RunConfig, model: Model, mesh: Mesh) -> SamplerProgr
     params = abstract_params(model, mesh, own.param_dtype)
     record = own.record_choices
     return compile_programs(model, params, layout, shapes, mesh, config.seed, record=record)
+
+
+def _placing(program: Any, mesh: Mesh) -> Any:
+    """`program`, whose second argument is a batch on the host, in a world of any size."""
+    if jax.process_count() == 1:  # not mesh.is_multi_process: so is a mesh of described devices
+        return program
+    return lambda first, batch: program(first, place(batch, mesh))
 
 
 def state_shardings(state: TrainState, params: Tree, mesh: Mesh | AbstractMesh) -> TrainState:

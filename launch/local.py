@@ -14,7 +14,8 @@ from launch.notices import Notices
 from launch.programs.base import Parts, build_parts
 from launch.programs.orchestrator import orchestrate
 from launch.programs.sampler import LocalSampler, SamplerRecord, compile_sampler
-from launch.programs.trainer import Compiled, Trainer, Weights, prepare
+from launch.programs.trainer import Trainer
+from launch.programs.updates import Compiled, Updates, Weights, prepare
 from launch.record import OrchestratorRecord, TrainerRecord, spans_of
 from launch.resume import Resumption, resumption
 from launch.stop import Stop, Stopped
@@ -112,8 +113,8 @@ async def _from_weights(parts: Parts, found: Resumption | None, stop: Stop) -> b
 
 async def _start(parts: Parts, meshes: build.Meshes, found: Resumption | None) -> _Started:
     async with asyncio.TaskGroup() as starting:
-        trainer = starting.create_task(prepare(parts, meshes, found))
-        work = in_background(partial(compile_sampler, parts, meshes))
+        trainer = starting.create_task(prepare(parts, meshes.trainer, new=found is None))
+        work = in_background(partial(compile_sampler, parts, meshes.sampler))
         sampler = starting.create_task(work)
     return _Started(*trainer.result(), sampler.result())
 
@@ -128,8 +129,7 @@ async def _learn(own: _Local, started: _Started, stop: Stop, found: Resumption |
         )
         trainer = Trainer(
             parts,
-            own.meshes,
-            started.trainer,
+            Updates(parts, own.meshes.trainer, started.trainer, own.trainer),
             own.record,
             notices,
             own.trainer,

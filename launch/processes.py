@@ -13,8 +13,10 @@ from pathlib import Path
 
 from launch.engine.base import GroupSpec, ProcessSpec
 from launch.engine.local import LocalEngine
+from launch.engine.world import Ports
 from launch.failure import first_cause
 from launch.roles.base import Role, addresses
+from launch.spec import WINDOW_S
 from launch.stop import Stopped
 from launch.supervisor import GRACE_S, Restart, Supervisor
 from launch.supervisor import Role as Kept
@@ -24,8 +26,10 @@ from rl_jax.config.run import RunConfig
 from rl_jax.replay import events
 from rl_jax.replay.log import Clock, ProgramLog, open_log
 
-WINDOW_S = 600.0
+ENTRY = sys.executable, "-m", "launch.roles.entry"
 BACKOFF_S = 0.5
+WORLD_GRACE_S = 2.0
+"""From TERM to KILL for the rest of a world of which one has died: there is nothing to save."""
 FOLLOW_S = 0.3
 """How often the log of a role is read for the terminal."""
 
@@ -91,16 +95,20 @@ def _roles(config: RunConfig, run_dir: Path, sockets: Path, began: float) -> lis
     token = secrets.token_hex(16)
     restart = Restart(own.restarts, WINDOW_S, BACKOFF_S)
 
-    def kept(name: str, *, ends_run: bool) -> Kept:
-        role = Role(name, run_dir.absolute(), began, where, token)
-        argv = (sys.executable, "-m", "launch.roles.entry")
-        process = ProcessSpec(argv, role.to_env())
-        spec = GroupSpec(name, (process,), grace_s=GRACE_S)
-        return Kept(name, lambda attempt: spec, restart, essential=True, ends_run=ends_run)
+    def kept(name: str, *, ends_run: bool, size: int = 1) -> Kept:
+        env = Role(name, run_dir.absolute(), began, where, token).to_env()
 
+        def spec(attempt: int) -> GroupSpec:
+            worlds = [place.to_env() for place in ports.places(size)] if size > 1 else [{}]
+            processes = tuple(ProcessSpec(ENTRY, env | world) for world in worlds)
+            return GroupSpec(name, processes, GRACE_S if size == 1 else WORLD_GRACE_S)
+
+        return Kept(name, spec, restart, essential=True, ends_run=ends_run)
+
+    ports = Ports()
     samplers = [kept(f"sampler-{i}", ends_run=False) for i in range(own.samplers)]
-    ending = [kept(name, ends_run=True) for name in ("trainer", "orchestrator")]
-    return [*ending, *samplers]
+    trainer = kept("trainer", ends_run=True, size=own.trainers)
+    return [trainer, kept("orchestrator", ends_run=True), *samplers]
 
 
 def _started(log: ProgramLog, role: str, pid: int) -> None:

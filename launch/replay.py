@@ -17,7 +17,7 @@ from launch import build
 from launch.env import fingerprint, fingerprint_digest
 from launch.failure import first_cause
 from launch.programs.base import Parts, build_parts
-from launch.programs.trainer import compile_trainer, weights_again
+from launch.programs.updates import compile_trainer, weights_again
 from launch.terminal import Reporter
 from rl_jax.arrays import Tree
 from rl_jax.config.base import UserError
@@ -96,11 +96,11 @@ def replay(
 
 async def _replay(parts: Parts, recording: Recording) -> Comparison:
     config = parts.config
-    meshes = build.build_meshes(config)
+    mesh = build.build_trainer_mesh(config)
     parts.reporter.phase("compiling")
-    compiled = await asyncio.to_thread(compile_trainer, parts, meshes)
+    compiled = await asyncio.to_thread(compile_trainer, parts, mesh)
     store = SnapshotStore(parts.run_dir / "snapshots")
-    weights = await asyncio.to_thread(weights_again, parts, meshes)
+    weights = await asyncio.to_thread(weights_again, parts, mesh)
     first = recording.versions[0]
     if store.manifest(0).digest != first.digest:
         raise UserError(f"{parts.run_dir}/snapshots/0 is not the version 0 of this run's journal")

@@ -19,6 +19,7 @@ from rl_jax.model import Model
 from rl_jax.orchestrator.rollout import RolloutLimits
 from rl_jax.replay.log import Clock
 from rl_jax.tasks.base import TaskFamily
+from rl_jax.trainer.world import ALONE, World
 
 
 class RunTime:
@@ -50,9 +51,17 @@ class Parts(NamedTuple):
     time: RunTime
     clock: Clock
     """The logical clock of this process."""
+    world: World
+    """Of the trainer's processes, where this is one of several."""
 
 
-def build_parts(config: RunConfig, run_dir: Path, reporter: Reporter, began: float) -> Parts:
+def build_parts(
+    config: RunConfig,
+    run_dir: Path,
+    reporter: Reporter,
+    began: float,
+    world: World = ALONE,
+) -> Parts:
     """Raises UserError for what is wrong with the task, the loss or the advantage."""
     check_needs(config)
     family = build.build_task(config)
@@ -61,7 +70,8 @@ def build_parts(config: RunConfig, run_dir: Path, reporter: Reporter, began: flo
     model = build.build_policy(config, renderer.vocab_size)
     check_experts(config, model)
     check_frozen(config, model)
-    return Parts(config, run_dir, reporter, family, renderer, model, RunTime(began), Clock())
+    time = RunTime(began)
+    return Parts(config, run_dir, reporter, family, renderer, model, time, Clock(), world)
 
 
 def check_questions(config: RunConfig, family: TaskFamily) -> None:

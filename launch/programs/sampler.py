@@ -3,6 +3,7 @@
 import asyncio
 
 import jax
+from jax.sharding import Mesh
 
 from launch import build
 from launch.programs.base import Parts
@@ -38,9 +39,9 @@ class SamplerRecord:
         await self.log.close()
 
 
-def compile_sampler(parts: Parts, meshes: build.Meshes) -> Programs:
+def compile_sampler(parts: Parts, mesh: Mesh) -> Programs:
     """Every shape of the sampler, on its mesh."""
-    return build.compile_sampler(parts.config, parts.model, meshes.sampler)
+    return build.compile_sampler(parts.config, parts.model, mesh)
 
 
 class LocalSampler:

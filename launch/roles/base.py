@@ -29,17 +29,19 @@ class Role(NamedTuple):
     """When the run began, as `time.time()` has it."""
     addresses: Addresses
     token: str
+    placed: bool = False
+    """Whether the devices that this process sees are its own; else those of the whole run."""
 
     def to_env(self) -> dict[str, str]:
         """The variables that `from_env` reads."""
-        plain = [self.name, str(self.run_dir), self.began, self.addresses]
+        plain = [self.name, str(self.run_dir), self.began, self.addresses, self.placed]
         return {ROLE: json.dumps(plain), TOKEN: self.token}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "Role":
-        name, run_dir, began, (link, queue, samplers) = json.loads(environ[ROLE])
+        name, run_dir, began, (link, queue, samplers), placed = json.loads(environ[ROLE])
         addresses = Addresses(link, queue, tuple(samplers))
-        return cls(name, Path(run_dir), began, addresses, environ[TOKEN])
+        return cls(name, Path(run_dir), began, addresses, environ[TOKEN], placed)
 
 
 def addresses(config_address: str, samplers: int, sockets: Path) -> Addresses:

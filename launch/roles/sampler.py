@@ -23,19 +23,19 @@ async def run(parts: Parts, role: Role) -> None:
     """Until TERM. Nothing is lost with a sampler: whoever it served is told, and asks again."""
     stop = Stop()
     stop.listen()
-    meshes = build.build_meshes(parts.config)
-    programs = await stop.unless(in_background(partial(compile_sampler, parts, meshes)))
+    mesh = build.build_sampler_mesh(parts.config, placed=role.placed)
+    programs = await stop.unless(in_background(partial(compile_sampler, parts, mesh)))
     if programs is None:
         return
     record = SamplerRecord(parts, role.name)
-    dispatcher = Dispatcher(role.name, on_span=spans_of(parts, record.trace, meshes.sampler))
+    dispatcher = Dispatcher(role.name, on_span=spans_of(parts, record.trace, mesh))
     store = SnapshotStore(parts.run_dir / "snapshots")
     dtype = parts.config.sampler.param_dtype
-    abstract = build.abstract_params(parts.model, meshes.sampler, dtype)
+    abstract = build.abstract_params(parts.model, mesh, dtype)
     address = role.addresses.samplers[int(role.name.removeprefix("sampler-"))]
     try:
         async with asyncio.TaskGroup() as background:
-            shardings = param_shardings(parts.model.axes(), meshes.sampler)
+            shardings = param_shardings(parts.model.axes(), mesh)
             sampler = LocalSampler(parts, programs, dispatcher, shardings, record, background)
 
             async def swap(version: int, params: Tree) -> None:

@@ -1,4 +1,7 @@
-"""[H] The trainer as a process: it holds the queue and tells the orchestrator."""
+"""[H] The trainer as a process: it holds the queue and tells the orchestrator.
+
+As several, process 0 does so, and the others follow it.
+"""
 
 import asyncio
 
@@ -7,7 +10,9 @@ from launch.env import fingerprint, fingerprint_digest
 from launch.link import LinkServer
 from launch.notices import Notices
 from launch.programs.base import Parts
-from launch.programs.trainer import Trainer, prepare
+from launch.programs.follower import announce, follow, staying
+from launch.programs.trainer import Trainer
+from launch.programs.updates import Updates, prepare
 from launch.record import TrainerRecord, spans_of
 from launch.resume import Resumption, Rollouts, is_finished, resumption, rollouts_on_record
 from launch.roles.base import Role
@@ -16,16 +21,25 @@ from rl_jax.dispatch import Dispatcher
 from rl_jax.metrics import names
 from rl_jax.queues.socket import QueueServer
 from rl_jax.replay import events
+from rl_jax.trainer.world import GO, STOP_NOW, tell
 
 
 async def run(parts: Parts, role: Role) -> None:
     """Until all updates are done and the orchestrator is, too. Stopped where TERM came first."""
-    if await asyncio.to_thread(is_finished, parts.run_dir):
-        return
     stop = Stop()
     stop.listen()
+    if parts.world.process_id:
+        await follow(parts, build.build_trainer_mesh(parts.config), stop)
+    elif await asyncio.to_thread(is_finished, parts.run_dir):
+        await announce(parts.world, None, over=True)
+    else:
+        await _lead(parts, role, stop)
+
+
+async def _lead(parts: Parts, role: Role, stop: Stop) -> None:
     notices = Notices()
     found = await asyncio.to_thread(resumption, parts.run_dir)
+    await announce(parts.world, found)
     opened: asyncio.Future[Trainer] = asyncio.get_running_loop().create_future()
 
     async def where() -> Rollouts | None:
@@ -55,21 +69,21 @@ async def _train(
     stop: Stop,
     opened: asyncio.Future[Trainer],
 ) -> bool:
-    meshes = build.build_meshes(parts.config)
-    started = await stop.unless(prepare(parts, meshes, found))
+    mesh = build.build_trainer_mesh(parts.config)
+    started = await stop.unless(prepare(parts, mesh, new=found is None))
+    await tell(parts.world, GO if started else STOP_NOW)
     if started is None:
         return False
     weights, compiled = started
     record = TrainerRecord(parts, found)
-    dispatcher = Dispatcher("trainer", on_span=spans_of(parts, record.trace, meshes.trainer))
+    dispatcher = Dispatcher("trainer", on_span=spans_of(parts, record.trace, mesh))
     try:
         numerics = fingerprint_digest(fingerprint())
         await record.log.append(events.RunStarted(parts.config.seed, numerics, record.update))
         async with asyncio.TaskGroup() as background:
             trainer = Trainer(
                 parts,
-                meshes,
-                compiled,
+                Updates(parts, mesh, compiled, dispatcher),
                 record,
                 notices,
                 dispatcher,
@@ -86,8 +100,10 @@ async def _train(
                 # An orchestrator that is through already does not come back; one that dies does,
                 # by its supervisor.
                 if finished and not (found and "after" in found.rollouts.evaluated):
-                    finished = await stop.waits_for(link.done.wait())
+                    async with staying(parts.world):
+                        finished = await stop.waits_for(link.done.wait())
         await record.log.append(events.RunEnded("finished" if finished else "stopped"))
+        await tell(parts.world, STOP_NOW)
     finally:
         dispatcher.close()
         await record.close()

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from rl_jax.config.base import Count, NonNegative, Positive, Section, UserError
+from rl_jax.config.launch import Launch
 from rl_jax.config.model import KimiLinear, Llama, Model
 
 CHUNK = 64
@@ -309,6 +310,8 @@ class Deadlines(Section):
 class Processes(Section):
     """Of `rl-jax run --roles processes`."""
 
+    trainers: Count = 1
+    """Processes of the trainer, which share its mesh: one `jax.distributed` world."""
     samplers: Count = 1
     """Sampler processes, each with a mesh of its own."""
     address: Annotated[str, Field(pattern=r"^(unix|tcp:[0-9A-Za-z.-]*:[0-9]{1,5})$")] = "unix"
@@ -354,6 +357,7 @@ class RunConfig(Section):
     deadlines: Deadlines = Deadlines()
     checkpoint: Checkpoint = Checkpoint()
     processes: Processes = Processes()
+    launch: Launch = Launch()
     control: Control = Control()
 
     @property
@@ -423,7 +427,10 @@ class RunConfig(Section):
             ("trainer.tensor", trainer.tensor, "model.ffn", self.model.ffn),
             ("sampler.tensor", sampler.tensor, "model.heads", self.model.heads),
             ("sampler.tensor", sampler.tensor, "model.ffn", self.model.ffn),
-            ("trainer.fsdp", trainer.fsdp, "model.width", self.model.width),
+            (
+                "trainer.fsdp x context", trainer.fsdp * trainer.context,
+                "model.width", self.model.width,
+            ),
             (
                 "trainer.data x fsdp x expert", trainer.rows,
                 "trainer.rows_per_microbatch", self.trainer.rows_per_microbatch,
@@ -437,6 +444,11 @@ class RunConfig(Section):
         ):  # fmt: skip
             if whole % value:
                 raise ValueError(f"mesh.{key} = {value}: needs a divisor of {whole_key} = {whole}")
+        if trainer.size % self.processes.trainers:
+            raise ValueError(
+                f"processes.trainers = {self.processes.trainers}: needs a divisor of the devices "
+                f"of mesh.trainer = {trainer.size} ({trainer})"
+            )
         return self
 
 
@@ -457,3 +469,15 @@ def check_devices(config: RunConfig, available: int) -> None:
         f"mesh.{key} needs {own.size} devices ({own}) besides the {taken} of mesh.{other}, "
         f"{available} available: make the product of mesh.{key} at most {max(available - taken, 1)}"
     )
+
+
+def check_own_devices(config: RunConfig, role: str, available: int, processes: int = 1) -> None:
+    """Raises UserError where a role's process has too few `available` devices of its own; it is one
+    of `processes`. A role that has no mesh needs none."""
+    own = getattr(config.mesh, role, None)
+    if own is not None and available * processes < own.size:
+        each = f", so {own.size // processes} of each of its {processes} processes"
+        raise UserError(
+            f"mesh.{role} needs {own.size} devices ({own}){each if processes > 1 else ''}; this "
+            f"process has {available}"
+        )

@@ -26,10 +26,21 @@ def writing() -> ocp.Context:
 
 def reading(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.Context:
     """Orbax reads the blocks of one shard of the largest leaf at a time, or as much of others."""
-    context = ocp.Context()
+    context = _own_context()
     held = ocp.metadata(str(path.absolute())).metadata
     needs = (_blocks(held[name].storage_metadata, leaf) for name, leaf in wanted.items())
     context.memory.read_concurrent_bytes = max(needs, default=0) + 1
+    return context
+
+
+def _own_context() -> ocp.Context:
+    """Of this process alone: Orbax waits for all of a world otherwise, also when it reads."""
+    context = ocp.Context()
+    if jax.process_count() > 1:
+        own = jax.process_index()
+        context.multiprocessing.primary_host = own
+        context.multiprocessing.active_processes = {own}
+        context.multiprocessing.barrier_sync_key_prefix = f"process-{own}"
     return context
 
 

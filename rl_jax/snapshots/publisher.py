@@ -4,7 +4,7 @@ Knows neither samplers nor the trainer's state: it is handed a parameter tree.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rl_jax.arrays import Tree
 from rl_jax.precision import kept_in
-from rl_jax.snapshots.manifest import Manifest, build_manifest
+from rl_jax.snapshots.manifest import Leaf, Manifest, build_manifest, tree_digest
 from rl_jax.snapshots.policies import Keep, keep_all
 from rl_jax.snapshots.store import SnapshotStore
 
@@ -87,10 +87,24 @@ class Publisher:
 
     def publish_copy(self, params: Tree, version: int, step: int) -> Coroutine[Any, Any, Published]:
         """As `publish`, of a tree that nobody else will donate: no copy is made."""
+        self._advance(version)
+        return self._publish(params, version, step)
+
+    def _advance(self, version: int) -> None:
         if version <= self._newest:
             raise ValueError(f"version {version} published after {self._newest}")
         self._newest = version
-        return self._publish(params, version, step)
+
+    async def publish_written(self, leaves: Mapping[str, Leaf], version: int, step: int) -> str:
+        """As `publish`, of weights that are in the store already, not sealed; the digest."""
+        self._advance(version)
+        async with asyncio.timeout(self._timeout), self._turn:
+            manifest = await asyncio.to_thread(self._manifest, leaves, version, step)
+            if self._on_digest is not None:
+                await self._on_digest(version, manifest.digest)
+            await asyncio.to_thread(self._store.seal, manifest)
+            await asyncio.to_thread(self._show, manifest)
+        return manifest.digest
 
     async def _publish(self, params: Tree, version: int, step: int) -> Published:
         async with asyncio.timeout(self._timeout), self._turn:
@@ -101,12 +115,20 @@ class Publisher:
         return Published(version, manifest.digest, params)
 
     def _describe(self, params: Tree, version: int, step: int) -> Manifest:
+        return build_manifest(params, version, step, self._parent(version))
+
+    def _manifest(self, leaves: Mapping[str, Leaf], version: int, step: int) -> Manifest:
+        return Manifest(version, step, tree_digest(leaves), self._parent(version), leaves)
+
+    def _parent(self, version: int) -> str:
         older = [v for v in self._store.versions() if v < version]
-        parent = self._store.manifest(older[-1]).digest if older else ""
-        return build_manifest(params, version, step, parent)
+        return self._store.manifest(older[-1]).digest if older else ""
 
     def _store_away(self, manifest: Manifest, params: Tree) -> None:
         self._store.write(manifest, params)
+        self._show(manifest)
+
+    def _show(self, manifest: Manifest) -> None:
         self._store.commit(manifest)
         self._store.point(manifest.version)
         self._store.prune(self._keep)

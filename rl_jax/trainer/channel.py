@@ -5,7 +5,9 @@ connections are not encrypted: the world's network is trusted, as jax's own coll
 """
 
 import asyncio
+import errno
 import hmac
+import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -104,7 +106,7 @@ async def _meet_all(peers: dict[int, Peer], address: str, token: str, size: int)
         if len(peers) == size - 1:
             complete.set()
 
-    host, port = _split(address)
+    host, port = split(address)
     server = await asyncio.start_server(meet, host, port)
     try:
         if size > 1:
@@ -137,7 +139,7 @@ def _refusal(number: tuple[int, int], peers: dict[int, Peer], size: int) -> str:
 
 async def _reach(address: str) -> Peer:
     """Process 0, as soon as it listens."""
-    host, port = _split(address)
+    host, port = split(address)
     while True:
         try:
             return Peer("process 0", *await asyncio.open_connection(host, port))
@@ -155,7 +157,20 @@ async def _introduce(leader: Peer, token: str, process_id: int, size: int) -> No
         raise ValueError(f"process 0 refuses: {refusal.decode()}")
 
 
-def _split(address: str) -> tuple[str, int]:
+def is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there; OSError where the host is not this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+    return True
+
+
+def split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f'{address!r} is no address; "host:port" expected')

@@ -174,11 +174,12 @@ async def train(
     shape: Shape,
     auditor: Auditor | None,
     shuffle_seed: int | None = None,
-    save_bad_batch: Path,
+    save_bad_batch: Path | None,
 ) -> tuple[TrainState, int]:
     """Runs the updates from `done` + 1 to `schedule.updates`; returns the state and the last one.
 
-    `shuffle_seed` permutes each batch's rewards: a control. Raises NotFinite, TimeoutError where a
+    `shuffle_seed` permutes each batch's rewards: a control. A batch that is not finite goes to
+    `save_bad_batch`, where that is not None. Raises NotFinite, TimeoutError where a
     step exceeds its deadline, and what `hooks.take` raises where another program failed.
     """
     for update in range(done + 1, schedule.updates + 1):
@@ -337,12 +338,14 @@ def _metrics(
 
 
 def _check_finite(
-    report: StepReport, batch: Batch, members: Sequence[Trajectory], save_to: Path
+    report: StepReport, batch: Batch, members: Sequence[Trajectory], save_to: Path | None
 ) -> None:
     bad = [name for name, finite in report.finite.items() if not finite]
     if not bad and np.isfinite(report.loss):
         return
-    np.savez(save_to, **{name: leaf for name, leaf in batch._asdict().items() if leaf is not None})
+    if save_to is not None:
+        held = {name: leaf for name, leaf in batch._asdict().items() if leaf is not None}
+        np.savez(save_to, **held)
     where = np.argwhere(report.bad_column >= 0)
     culprit = "no single trajectory"
     if len(where):
@@ -351,5 +354,5 @@ def _check_finite(
         culprit = f"trajectory {members[number].key}"
     raise NotFinite(
         f"update not applied: {f'the gradient of {bad[0]}' if bad else 'the loss'} is not finite, "
-        f"{culprit}; the batch is in {save_to}"
+        f"{culprit}; the batch is in {save_to or 'what process 0 wrote'}"
     )

@@ -5,7 +5,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax.arrays import AnyArray, Tree
-from rl_jax.sharding import CONTEXT, ROWS, known
+from rl_jax.sharding import CONTEXT, ROWS, known, replicated, whole_of
 from rl_jax.trainer.batches import Batch
 
 
@@ -28,6 +28,13 @@ def place(batch: Batch, mesh: Mesh) -> Batch:
     return jax.tree.map(one, batch)
 
 
+def place_scalar(number: np.generic, mesh: Mesh) -> jax.Array | np.generic:
+    """As `place`, of one number that every process gives."""
+    if not mesh.is_multi_process:
+        return number
+    return jax.make_array_from_callback((), replicated(mesh), lambda index: np.asarray(number))
+
+
 def gather(tree: Tree) -> Tree | None:
     """Host copies of global arrays in process 0, None in the others; all must call it.
 
@@ -38,14 +45,7 @@ def gather(tree: Tree) -> Tree | None:
     keep = jax.process_index() == 0
     host = []
     for leaf in leaves:
-        whole = jax.block_until_ready(_whole(leaf))
+        whole = jax.block_until_ready(whole_of(leaf))
         if keep:
             host.append(np.array(whole))
     return jax.tree.unflatten(structure, host) if keep else None
-
-
-def _whole(leaf: jax.Array) -> jax.Array:
-    if leaf.is_fully_addressable or leaf.is_fully_replicated:
-        return leaf
-    assert isinstance(leaf.sharding, NamedSharding), "every global array here lies on a mesh"
-    return jax.device_put(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))

@@ -5,19 +5,19 @@ tells the others what it took over connections of its own (channel.py) and not b
 socket has a deadline and an end of file, a collective has neither. Every process gets the whole
 batch, so process 0 sends it size - 1 times.
 
-While a world stands, TERM ends no process: jax makes a notice of it that `stop_requested` reads.
+jax.distributed takes TERM for itself: a process that wants to hear it listens after it has joined,
+and `shared_take` passes it on.
 """
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import jax
-from jax.experimental import multihost_utils
 
-from rl_jax.trainer.channel import Peer, connected
+from rl_jax.trainer.channel import Peer, connected, is_free, split
 from rl_jax.trainer.loop import Take, Taken
 from rl_jax.trainer.membership import (
     BATCH,
@@ -32,6 +32,10 @@ from rl_jax.trainer.membership import (
 from rl_jax.trajectories.codec import MAX_BYTES, pack_group
 
 LEAVING = b"it has left the world"
+GO, SKIP, STOP_NOW, STAY = b"go", b"skip", b"stop", b"stay"
+"""What process 0 tells the others ahead of what all do together, or instead of it."""
+READY, ASKED = b"", b"it was asked to stop"
+"""What a follower that has a batch answers."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,11 @@ class World:
         naming who is missing, after `join_s` seconds. Leaving waits up to `leave_s` seconds for all
         others to leave too. A process that leaves by an exception closes its connections, which the
         others hear; one that waits in a collective hears nothing, and jax aborts it after
-        `heartbeat_s` seconds (the peer is dead) or `leave_s` (it waits to leave).
+        `heartbeat_s` seconds (the peer is dead) or `leave_s` (it waits to leave). OSError where
+        process 0 finds a port in use.
         """
+        if process_id == 0 and not is_free(*split(coordinator)):  # jax would end by a signal
+            raise OSError(f"coordinator port {coordinator} is in use; a restart takes another one")
         async with connected(channel, token, process_id, size, deadline_s=join_s) as peers:
             await asyncio.to_thread(
                 jax.distributed.initialize,
@@ -85,8 +92,38 @@ class World:
             await asyncio.to_thread(jax.distributed.shutdown)
 
 
-async def shared_take(world: World, take: Take, update: int, *, deadline_s: float) -> Taken | None:
+ALONE = World.single()
+
+
+async def tell(world: World, text: bytes) -> None:
+    """Process 0 tells all others what they `hear`."""
+    await _to_all(world.peers, text)
+
+
+async def hear(world: World, *, deadline_s: float) -> bytes:
+    """What process 0 tells; TimeoutError after `deadline_s` seconds."""
+    async with asyncio.timeout(deadline_s):
+        return await world.peers[0].receive()
+
+
+def never() -> bool:
+    """For who is not asked to stop."""
+    return False
+
+
+async def shared_take(
+    world: World,
+    take: Take,
+    update: int,
+    *,
+    deadline_s: float,
+    asked: Callable[[], bool] = never,
+    ask: Callable[[], object] = never,
+) -> Taken | None:
     """What process 0 takes for `update`, in every process; None in all of them means stop.
+
+    `asked` is whether this process was asked to stop; where that is another than process 0, this
+    batch is still trained on, and process 0 calls `ask`, so that it takes no more.
 
     Returns in process 0 only when every other process has the batch and found it to be the one
     announced: a process that is at another update, or whose data do not match the membership, fails
@@ -97,8 +134,8 @@ async def shared_take(world: World, take: Take, update: int, *, deadline_s: floa
     try:
         async with asyncio.timeout(deadline_s) as limit:
             if world.process_id == 0:
-                return await _lead(world, await take(update), update)
-            return await _follow(world.peers[0], update)
+                return await _lead(world, await take(update), update, ask)
+            return await _follow(world.peers[0], update, asked)
     except TimeoutError as error:
         if not limit.expired():
             raise
@@ -106,15 +143,9 @@ async def shared_take(world: World, take: Take, update: int, *, deadline_s: floa
         raise TimeoutError(f"{own} has no batch for update {update} in {deadline_s:g} s") from error
 
 
-def stop_requested(update: int) -> bool:
-    """Whether to stop ahead of `update` because some process got a TERM; always False alone.
-
-    The same answer in every process at the same update, if all ask at every update in turn.
-    """
-    return multihost_utils.reached_preemption_sync_point(update)
-
-
-async def _lead(world: World, taken: Taken | None, update: int) -> Taken | None:
+async def _lead(
+    world: World, taken: Taken | None, update: int, ask: Callable[[], object]
+) -> Taken | None:
     if not world.peers:
         return taken
     groups = taken.groups if taken else []
@@ -127,11 +158,12 @@ async def _lead(world: World, taken: Taken | None, update: int) -> Taken | None:
         size=sum(map(len, packed)),
     )
     await _to_all(world.peers, encode_header(header), *packed)
-    await _all_say(world.peers, b"", f"update {update}")
+    if ASKED in await _answers(world.peers, f"update {update}", READY, ASKED):
+        ask()
     return taken
 
 
-async def _follow(leader: Peer, update: int) -> Taken | None:
+async def _follow(leader: Peer, update: int, asked: Callable[[], bool]) -> Taken | None:
     header = decode_header(await leader.receive())
     packed = [await leader.receive(MAX_BYTES) for _ in header.groups]
     try:
@@ -140,7 +172,7 @@ async def _follow(leader: Peer, update: int) -> Taken | None:
     except ValueError as error:
         await leader.send(str(error).encode())
         raise
-    await leader.send(b"")
+    await leader.send(ASKED if asked() else READY)
     return None if header.kind == STOP else Taken(groups, header.published_version)
 
 
@@ -149,7 +181,7 @@ async def _leave(world: World, deadline_s: float) -> None:
     try:
         async with asyncio.timeout(deadline_s):
             if world.process_id == 0:
-                await _all_say(world.peers, LEAVING, "leaving")
+                await _answers(world.peers, "leaving", LEAVING)
                 await _to_all(world.peers, LEAVING)
             else:
                 await world.peers[0].send(LEAVING)
@@ -165,8 +197,11 @@ async def _to_all(peers: Sequence[Peer], *frames: bytes) -> None:
     await asyncio.gather(*(peer.send(*frames) for peer in peers))
 
 
-async def _all_say(peers: Sequence[Peer], wanted: bytes, what: str) -> None:
-    """ValueError, naming the first process that answers otherwise."""
+async def _answers(peers: Sequence[Peer], what: str, *wanted: bytes) -> set[bytes]:
+    """What all say. ValueError, naming the first process that answers something else."""
+    answers = set()
     for peer in peers:
-        if (answer := await peer.receive()) != wanted:
+        if (answer := await peer.receive()) not in wanted:
             raise ValueError(f"{what}: {peer.name} says: {answer.decode(errors='replace')}")
+        answers.add(answer)
+    return answers

@@ -7,6 +7,7 @@ from typing import Any
 
 from launch.programs.base import Parts, RunTime
 from rl_jax.replay.log import Clock
+from rl_jax.trainer.world import ALONE
 from tests.fakes.chatter import family
 from tests.fakes.runs import Quiet, config
 
@@ -24,4 +25,4 @@ def parts_in(run_dir: Path) -> Parts:
     """Of a run that began now; nothing of the model is asked for."""
     unused: Any = None
     clock, task = RunTime(time.time()), family()
-    return Parts(config(), run_dir, Listening(), task, unused, unused, clock, Clock())
+    return Parts(config(), run_dir, Listening(), task, unused, unused, clock, Clock(), ALONE)

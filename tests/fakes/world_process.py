@@ -1,7 +1,8 @@
 """One process of a trainer's world: `python -m tests.fakes.world_process '{"role": ..., ...}'`.
 
 Role `train`: three updates of a tiny policy with groups that process 0 alone has; it saves what
-came out. Role `spin`: updates without training until a stop is requested; says "spinning" once.
+came out, and what it reads back of what both wrote. Role `spin`: updates without training until
+one of them is asked to stop; says "spinning" once.
 """
 
 import asyncio
@@ -11,20 +12,26 @@ from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from launch import build
+from launch.stop import Stop
 from rl_jax.advantages import VALUES, Estimates, estimate
+from rl_jax.arrays import Tree
 from rl_jax.dispatch import Dispatcher
 from rl_jax.losses import recipes
 from rl_jax.sharding import make_mesh
+from rl_jax.snapshots.manifest import Manifest, tree_digest
+from rl_jax.snapshots.shared import describe_shared, save_shared
+from rl_jax.snapshots.store import SnapshotStore
 from rl_jax.trainer.batches import Batch, build_batch, with_advantages
 from rl_jax.trainer.placement import gather, place
 from rl_jax.trainer.state import adam
-from rl_jax.trainer.world import Taken, World, shared_take, stop_requested
+from rl_jax.trainer.world import Taken, World, hear, shared_take, tell
 from rl_jax.trajectories.types import Group
 from tests.fakes import tiny
 from tests.trainer.build import random_trajectories
@@ -84,19 +91,41 @@ async def train(world: World, out: str) -> None:
     with closing(Dispatcher("test")) as dispatcher:
         while taken := await shared_take(world, mine, len(values) + 1, deadline_s=30.0):
             batch = built(taken)
-            found = await dispatcher.run(program.estimate, state.params, place(batch, mesh))
+            found = await dispatcher.run(program.estimate, state.params, batch)
             values.append(jax.device_get(found[VALUES]))
             # Advantages are made on the host, of what every process has whole.
-            batch = place(batch._replace(returns=batch.advantages - values[-1]), mesh)
+            batch = batch._replace(returns=batch.advantages - values[-1])
             state, report = await dispatcher.run(program.critic, state, batch)
             reports.append(jax.device_get(report))
             state, report = await dispatcher.run(program.step, state, batch)
             reports.append(jax.device_get(report))
         results = {"params": state.params, "optimizer": state.optimizer, "step": state.step}
         host = await dispatcher.run(gather, results)
-        back = await dispatcher.run(gather, batch) if world.size > 1 else batch
+        loaded = await dispatcher.run(gather, await written(world, dispatcher, results, out))
+        back = await dispatcher.run(gather, place(batch, mesh)) if world.size > 1 else batch
     if host is not None:
-        save(out, {"state": host, "reports": reports, "values": values, "batch": back})
+        found = {"state": host, "loaded": loaded, "reports": reports, "values": values}
+        save(out, found | {"batch": back})
+
+
+async def written(world: World, dispatcher: Dispatcher, tree: Tree, out: str) -> Tree:
+    """The tree, read from a version that all processes wrote beside the file `out`."""
+    store = SnapshotStore(Path(out).with_suffix(""))
+    leaves = await dispatcher.run(describe_shared, tree)
+    if world.process_id == 0:
+        store.clear(0)
+        await tell(world, b"cleared")
+    else:
+        await hear(world, deadline_s=30.0)
+    await dispatcher.run(save_shared, store.weights(0), tree)
+    if world.process_id == 0:
+        manifest = Manifest(0, 0, tree_digest(leaves), "", leaves)
+        store.seal(manifest)
+        store.commit(manifest)
+        await tell(world, b"committed")
+    else:
+        await hear(world, deadline_s=30.0)
+    return await asyncio.to_thread(store.load, 0, tree)
 
 
 def save(out: str, tree: Any) -> None:
@@ -106,14 +135,15 @@ def save(out: str, tree: Any) -> None:
 
 async def spin(world: World) -> None:
     """Prints the update at which every process was told to stop."""
-    taken = Taken(groups_of(1)[:1], 0)
+    taken, stop = Taken(groups_of(1)[:1], 0), Stop()
+    stop.listen()
 
     async def same(update: int) -> Taken | None:
-        return taken
+        return None if stop.asked else taken
 
     update = 1
-    while not stop_requested(update):
-        assert await shared_take(world, same, update, deadline_s=30.0)
+    heard = {"asked": lambda: stop.asked, "ask": stop.ask}
+    while await shared_take(world, same, update, deadline_s=30.0, **heard):
         update += 1
         if update == 3:
             print("spinning", flush=True)

@@ -28,7 +28,7 @@ from launch.engine.base import (
 from launch.engine.exits import in_words
 from launch.engine.local import LocalEngine, LocalGroup
 from launch.engine.wire import MAX_MESSAGE
-from launch.engine.world import Coordinators, world_env
+from launch.engine.world import Place, Ports
 from tests.fakes.processes import Watched
 from tests.fakes.role import ENV, group, process, script
 from tests.structure.source import modules_after
@@ -363,30 +363,41 @@ def test_events_can_be_left(drive: Drive) -> None:
 WORLD = """
 from launch.engine.child import die_with_parent
 die_with_parent()
-from launch.engine.world import join_world
-join_world(timeout_s=40, heartbeat_s=10)
+import asyncio, os
 import jax, numpy as np
-mesh = jax.make_mesh((2,), ("x",))
-mine = np.array([3.0 + 4.0 * jax.process_index()], np.float32)
-sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-x = jax.make_array_from_process_local_data(sharding, mine)
-total = jax.shard_map(
-    lambda v: jax.lax.psum(v, "x"), mesh=mesh, in_specs=sharding.spec,
-    out_specs=jax.sharding.PartitionSpec(),
+from launch.engine.world import Place
+from rl_jax.trainer.world import World
+place = Place.from_env(os.environ)
+joining = World.join(
+    place.coordinator, place.size, place.process_id, channel=place.channel, token="t",
+    join_s=40, heartbeat_s=10,
 )
-print("sum", float(jax.jit(total)(x).addressable_data(0)[0]), "of", jax.process_count(), flush=True)
-jax.distributed.shutdown()
+async def main():
+    async with joining:
+        add_up()
+def add_up():
+    mesh = jax.make_mesh((2,), ("x",))
+    mine = np.array([3.0 + 4.0 * jax.process_index()], np.float32)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    x = jax.make_array_from_process_local_data(sharding, mine)
+    total = jax.shard_map(
+        lambda v: jax.lax.psum(v, "x"), mesh=mesh, in_specs=sharding.spec,
+        out_specs=jax.sharding.PartitionSpec(),
+    )
+    found = float(jax.jit(total)(x).addressable_data(0)[0])
+    print("sum", found, "of", jax.process_count(), flush=True)
+asyncio.run(main())
 """
 
 
-def world(name: str, coordinator: str) -> GroupSpec:
+def world(name: str, places: list[Place]) -> GroupSpec:
     plain = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "SLURM_LOCALID": "1"}
-    members = [script(WORLD) for _ in range(2)]
+    members = [script(WORLD) for _ in places]
     return group(
         name,
         *(
-            ProcessSpec((m.argv[0], *m.argv[2:]), {**ENV, **plain, **world_env(i, 2, coordinator)})
-            for i, m in enumerate(members)
+            ProcessSpec((m.argv[0], *m.argv[2:]), {**ENV, **plain, **place.to_env()})
+            for m, place in zip(members, places, strict=True)
         ),
         grace_s=10.0,
     )
@@ -396,7 +407,7 @@ def test_a_world_of_two_processes_sums(drive: Drive) -> None:
     """3 of the first process and 7 of the second."""
 
     async def body(engine: Engine) -> None:
-        started = await engine.start_group(world("trainer", Coordinators().take()))
+        started = await engine.start_group(world("trainer", Ports().places(2)))
         codes = [e.code for e in await exits(started)]
         logs = [started.log(i).read_text() for i in range(2)]
         assert codes == [0, 0], "".join(logs)
@@ -406,12 +417,12 @@ def test_a_world_of_two_processes_sums(drive: Drive) -> None:
 
 
 def test_a_coordinator_port_in_use_is_told(drive: Drive) -> None:
-    coordinators = Coordinators()
+    places = Ports().places(2)
 
     async def body(engine: Engine) -> None:
-        address = coordinators.take()
+        address = places[0].coordinator
         with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
-            started = await engine.start_group(world("trainer", address))
+            started = await engine.start_group(world("trainer", places))
             first = cause(await exits(started))
             assert (first.index, first.code) == (0, 1)
             last = started.log(0).read_text().splitlines()[-1]
@@ -422,19 +433,19 @@ def test_a_coordinator_port_in_use_is_told(drive: Drive) -> None:
     drive(body)
 
 
-def test_coordinators_are_free_ports_below_the_ephemeral_ones() -> None:
+def test_worlds_have_free_ports_below_the_ephemeral_ones() -> None:
     floor = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    coordinators = Coordinators()
-    ports = [int(coordinators.take().rpartition(":")[2]) for _ in range(20)]
+    own = Ports()
+    ports = [int(own.take().rpartition(":")[2]) for _ in range(20)]
     assert len(set(ports)) == 20 and max(ports) < floor
     with socket.create_server(("127.0.0.1", ports[-1] + 1)):
-        assert coordinators.take() == f"127.0.0.1:{ports[-1] + 2}"
+        assert own.take() == f"127.0.0.1:{ports[-1] + 2}"
 
 
 @pytest.mark.parametrize("process_id", [-1, 2])
 def test_a_process_outside_of_its_world(process_id: int) -> None:
     with pytest.raises(ValueError, match=f"process {process_id} of a world of 2"):
-        world_env(process_id, 2, "127.0.0.1:9000")
+        Place(process_id, 2, "127.0.0.1:9000", "127.0.0.1:9001").to_env()
 
 
 @pytest.mark.parametrize(

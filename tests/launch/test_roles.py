@@ -173,6 +173,29 @@ def test_a_killed_trainer_heals(config: Path, tmp_path: Path) -> None:
     assert "every digest equal bit for bit" in replays(run)
 
 
+@slow
+def test_a_killed_member_of_the_trainers_world_heals(config: Path, tmp_path: Path) -> None:
+    """The trainer as two processes; the one without a queue is killed, both are started again, and
+    another is asked to stop, which all do."""
+    run = tmp_path / "run"
+    changes = ("mesh.trainer.data=2", "processes.trainers=2", "trainer.weight_decay=0.1")
+    changed = [f"--set={change}" for change in changes]
+    with running(start(run, "run", str(config), "--out", str(run), *changed)) as process:
+        until(lambda: len(told(run, events.UpdateDone)) >= 7, process)
+        os.kill(pids(run)["trainer"], signal.SIGKILL)
+        until(lambda: len(told(run, events.UpdateDone)) >= 12, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_S) == 128 + signal.SIGTERM
+    assert -signal.SIGKILL in [e.code for e in told(run, events.ProcessEnded)]
+    assert not any(alive(e.pid) for e in told(run, events.ProcessStarted)), "no orphan"
+    with running(start(run, "resume", str(run))) as process:
+        assert process.wait(DEADLINE_S) == 0
+    check_whole(run)
+    assert len({e.digest for e in told(run, events.VersionPublished)}) == 13
+    # One process has other devices, so another fingerprint; here its bits are the same.
+    assert replays(run).count("  equal\n") == 13
+
+
 def test_a_port_in_use_is_one_line(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

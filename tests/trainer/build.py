@@ -15,6 +15,7 @@ from rl_jax.trainer.state import Optimizer, TrainState, init_state
 from rl_jax.trainer.step import TrainStep, make_train_step
 from rl_jax.trajectories.types import NOT_SAMPLED, RolloutKey, Status, Trajectory
 from tests.fakes.bigram import bigram, table
+from tests.fakes.compiling import QUICK
 
 VOCAB = 8
 
@@ -92,4 +93,4 @@ def start(loss: Loss, optimizer: Optimizer, params: Any = None) -> TrainState:
 @cache
 def bigram_step(loss: Loss, optimizer: Optimizer) -> TrainStep:
     made = make_train_step(bigram(VOCAB), loss, {"policy": optimizer}, vocab_chunk=4)
-    return jax.jit(made)
+    return jax.jit(made, compiler_options=QUICK)

@@ -5,6 +5,7 @@ The same trainer on one device is the oracle.
 
 import re
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,10 +20,11 @@ from rl_jax.losses import recipes
 from rl_jax.model import Model
 from rl_jax.sampler.programs import Programs, step_inputs
 from rl_jax.sampler.scheduler import Plan
-from rl_jax.sampler.step import StepInputs
+from rl_jax.sampler.words import pack
 from rl_jax.sharding import make_trainer_mesh
 from rl_jax.trainer.batches import Batch, Shape
 from rl_jax.trainer.state import TrainState, adam
+from tests.fakes.compiling import quickly
 from tests.trainer.build import batch_of, random_trajectories
 
 VOCAB = 64
@@ -73,12 +75,14 @@ def model() -> Model:
 
 
 @cache
-def trainer(data: int, tensor: int) -> Trainer:
-    """On the first devices; version-0 parameters of seed 0."""
+def trainer(data: int, tensor: int, optimised: bool = False) -> Trainer:
+    """On the first devices; version-0 parameters of seed 0, whose bits are a user's."""
     mesh = make_trainer_mesh(jax.devices(), data=data, tensor=tensor)
     loss, optimizer = build.build_loss(CONFIG), build.build_optimizer(CONFIG)
     critic = build.Critic(recipes.critic(), adam(1e-2))
-    program = build.compile_step(model(), loss, optimizer, mesh, SHAPE, critic, ESTIMATES)
+    parts = model(), loss, optimizer, mesh, SHAPE, critic, ESTIMATES
+    with nullcontext() if optimised else quickly():
+        program = build.compile_step(*parts)
     return Trainer(program, build.init_params(model(), 0, mesh))
 
 
@@ -102,9 +106,9 @@ def small_batch() -> Batch:
     return batch_of(own, SHAPE, build.build_loss(CONFIG), [1.0, -1.0])
 
 
-def idle(programs: Programs) -> StepInputs:
+def idle(programs: Programs) -> np.ndarray:
     """A decode step in which no row is used."""
-    return step_inputs(Plan(1, [None] * 4, [0] * 4), programs.layout)
+    return pack(step_inputs(Plan(1, [None] * 4, [0] * 4), programs.layout))
 
 
 def collectives(compiled: Any) -> Counter[str]:

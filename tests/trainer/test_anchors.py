@@ -22,6 +22,7 @@ from rl_jax.trainer.batches import Batch, Shape
 from rl_jax.trainer.state import TrainState, after_push, init_state
 from rl_jax.trainer.step import make_train_step
 from tests.fakes.bigram import bigram, logprobs, table
+from tests.fakes.compiling import QUICK
 from tests.losses.terms import numbers
 from tests.trainer.build import VOCAB, batch_of, descent, random_trajectories
 
@@ -57,7 +58,8 @@ def start(own: Loss, known: dict[str, Any] | None = None) -> TrainState:
 
 @cache
 def step(own: Loss) -> Any:
-    return jax.jit(make_train_step(MODEL, own, {"policy": DESCENT}, vocab_chunk=4))
+    made = make_train_step(MODEL, own, {"policy": DESCENT}, vocab_chunk=4)
+    return jax.jit(made, compiler_options=QUICK)
 
 
 def batch(own: Loss) -> Batch:

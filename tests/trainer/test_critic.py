@@ -25,6 +25,7 @@ from rl_jax.trainer.state import Optimizer, TrainState, adam, init_state
 from rl_jax.trainer.step import StepReport, make_train_step
 from rl_jax.trajectories.types import Trajectory
 from tests.fakes.bigram import bigram, logprobs, table
+from tests.fakes.compiling import QUICK
 from tests.losses.terms import numbers
 from tests.trainer.build import VOCAB, descent, random_trajectories, trajectory_of
 
@@ -69,13 +70,14 @@ def start(critic_optimizer: Optimizer = DESCENT, policy: Optimizer = DESCENT) ->
 
 
 @cache
-def critic_step(optimizer: Optimizer = DESCENT, loss: Loss = CRITIC) -> Any:
-    return jax.jit(make_critic_step(MODEL, loss, {"critic": optimizer}))
+def critic_step(optimizer: Optimizer) -> Any:
+    return jax.jit(make_critic_step(MODEL, CRITIC, {"critic": optimizer}), compiler_options=QUICK)
 
 
 @cache
-def policy_step(optimizer: Optimizer = DESCENT, loss: Loss = DIS) -> Any:
-    return jax.jit(make_train_step(MODEL, loss, {"policy": optimizer}, vocab_chunk=4))
+def policy_step(optimizer: Optimizer, loss: Loss = DIS) -> Any:
+    made = make_train_step(MODEL, loss, {"policy": optimizer}, vocab_chunk=4)
+    return jax.jit(made, compiler_options=QUICK)
 
 
 def run(batch: Batch, optimizer: Optimizer = DESCENT) -> tuple[TrainState, StepReport]:
@@ -118,10 +120,10 @@ def test_the_gradient_by_hand() -> None:
 
 def test_a_critics_step_is_the_critics_alone() -> None:
     before = start()
-    state, _ = critic_step()(before, case().batch)
+    state, _ = critic_step(DESCENT)(before, case().batch)
     assert bits(state.params["policy"]) == bits(before.params["policy"])
     assert int(state.step) == 0, "schedules follow the policy's updates"
-    state, _ = policy_step()(before, case().batch)
+    state, _ = policy_step(DESCENT)(before, case().batch)
     assert bits(state.params["critic"]) == bits(before.params["critic"])
     assert bits(state.params["policy"]) != bits(before.params["policy"])
     assert int(state.step) == 1

@@ -13,6 +13,7 @@ from rl_jax.metrics import names
 from rl_jax.trainer.batches import Batch, Shape
 from rl_jax.trainer.state import TrainState
 from rl_jax.trainer.step import OWN_CHOICES, Experts, StepReport, make_train_step
+from tests.fakes.compiling import QUICK
 from tests.fakes.routed import CHOSEN, EXPERTS, LAYERS, choices, routed, weights
 from tests.losses.terms import numbers
 from tests.trainer.build import VOCAB, batch_of, descent, random_trajectories, start
@@ -35,7 +36,8 @@ def batch(shape: Shape = SHAPE, given: Any = None) -> Batch:
 @cache
 def step(experts: Experts = OWN_CHOICES) -> Any:
     own = {"policy": DESCENT}
-    return jax.jit(make_train_step(MODEL, DIS, own, vocab_chunk=4, experts=experts))
+    made = make_train_step(MODEL, DIS, own, vocab_chunk=4, experts=experts)
+    return jax.jit(made, compiler_options=QUICK)
 
 
 def run(own: Batch, experts: Experts = OWN_CHOICES) -> tuple[TrainState, StepReport]:

@@ -8,6 +8,7 @@ import pytest
 from models.llama import LlamaConfig, build_model
 from rl_jax.arrays import Array
 from rl_jax.precision import kept_in, taking_any
+from rl_jax.trainer import log_softmax as log_softmax_module
 from rl_jax.trainer.log_softmax import Scored, chunk_rows, read_by_head
 from rl_jax.trainer.scores import audit, chunked_scores, token_logprobs, token_scores
 from tests.fakes.bigram import bigram, log_softmax, logprobs, table
@@ -46,6 +47,24 @@ def test_gradients_of_chunks(chunk: int) -> None:
     whole = np.exp(log_softmax(np.asarray(HIDDEN, np.float64) / HEAT[..., None]))
     want = (weights / HEAT)[..., None] * (np.eye(VOCAB)[TOKENS] - whole)
     np.testing.assert_allclose(jax.grad(value)(HIDDEN), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("at_once", [1, 8, 24])
+def test_blocks_of_tokens_change_no_score(at_once: int, monkeypatch) -> None:
+    """Blocks of 1, 1 and 3 of a row's 9 tokens, 4 rows of the vocabulary at a time."""
+
+    def run() -> tuple[Array, ...]:
+        def value(hidden: Array) -> tuple[Array, Scored]:
+            got = chunked_scores(MODEL, TABLE, hidden, TOKENS, HEAT, 4, entropy=True)
+            return jnp.sum(jnp.cos(jnp.arange(18.0)).reshape(2, 9) * got.logprobs), got
+
+        (_, scored), gradient = jax.value_and_grad(value, has_aux=True)(HIDDEN)
+        return *scored, gradient
+
+    whole = run()
+    monkeypatch.setattr(log_softmax_module, "LOGITS", at_once)
+    for one, other in zip(run(), whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [3, 12])

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from rl_jax.sharding import make_mesh
+from rl_jax.snapshots.store import SnapshotStore
 from rl_jax.trainer.batches import Shape, empty_batch
 from rl_jax.trainer.channel import Peer, connected
 from rl_jax.trainer.membership import (
@@ -34,7 +35,7 @@ from rl_jax.trainer.membership import (
     unpack_checked,
 )
 from rl_jax.trainer.placement import gather, place
-from rl_jax.trainer.world import Take, Taken, World, shared_take
+from rl_jax.trainer.world import Take, Taken, World, hear, shared_take, tell
 from rl_jax.trajectories.codec import MAX_BYTES, pack_group
 from rl_jax.trajectories.types import Group
 from tests.fakes.world_process import UPDATES, groups_of, refuse
@@ -187,6 +188,39 @@ def test_process_0_names_the_process_that_refuses() -> None:
     asyncio.run(run())
 
 
+def test_a_follower_that_is_asked_to_stop_is_heard_and_the_batch_is_trained_on() -> None:
+    async def run() -> None:
+        heard: list[str] = []
+        async with worlds(3) as own:
+            taken = Taken([ONE], 0)
+            sharing = (
+                shared_take(
+                    world,
+                    refuse if world.process_id else giving(taken),
+                    1,
+                    deadline_s=5.0,
+                    asked=lambda world=world: world.process_id == 2,
+                    ask=lambda world=world: heard.append(f"by {world.process_id}"),
+                )
+                for world in own
+            )
+            assert all(await asyncio.gather(*sharing))
+        assert heard == ["by 0"]
+
+    asyncio.run(run())
+
+
+def test_what_process_0_tells_all_hear_and_no_wait_is_for_ever() -> None:
+    async def run() -> None:
+        async with worlds(3) as (leader, *followers):
+            await tell(leader, b"where")
+            assert [await hear(world, deadline_s=5.0) for world in followers] == [b"where"] * 2
+            with pytest.raises(TimeoutError):
+                await hear(followers[0], deadline_s=0.05)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("silent", [0, 1])
 def test_no_wait_is_for_ever(silent: int) -> None:
     async def run() -> None:
@@ -297,7 +331,9 @@ async def start(options: dict[str, Any], devices: int) -> asyncio.subprocess.Pro
         sys.executable,
         *("-m", "tests.fakes.world_process", json.dumps(options)),
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        # Each compiles on its own, as on machines of a world.
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -351,6 +387,12 @@ def test_two_processes_make_the_bits_of_one(tmp_path: Path) -> None:
     assert two["['state']['step']"] == UPDATES
     losses = [float(two[f"['reports'][{n}].loss"]) for n in range(2 * UPDATES)]
     assert len(set(losses)) == 2 * UPDATES and all(losses), "of critic and policy in turn"
+    stores = [SnapshotStore(tmp_path / name) for name in ("one", "two")]
+    assert len({store.manifest(0).digest for store in stores}) == 1
+    read = [name for name in two.files if name.startswith("['loaded']")]
+    assert len(read) == sum(name.startswith("['state']") for name in two.files)
+    for name in read:
+        assert two[name].tobytes() == two[name.replace("loaded", "state")].tobytes(), name
     values = [two[f"['values'][{n}]"].any() for n in range(UPDATES)]
     assert values == [False, *[True] * (UPDATES - 1)], "a new critic says 0"
 
