@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from launch import env
-from launch.code import changed_packages, check_teachers, config_of, keep_code, located
+from launch import env, preflight, render, role
+from launch.code import changed_packages, check_teachers, config_of, located
 from launch.plan.command import add_options as plan_options
 from launch.plan.command import run as plan
 from launch.stop import Stopped
@@ -92,10 +92,30 @@ _COMMANDS = {
     ),
     "list": ("list runs", "Lists the runs in DIR with their state.", "runs"),
     "plan": (
-        "print the bytes that a model takes of a device",
-        "Prints what trainer and sampler of a configuration hold on one device of their meshes. "
-        "Parameters, optimizer and caches are exact, what has a ~ is estimated. Needs no devices.",
-        "--model quickstart --mesh data=2,fsdp=4 --chip v5p",
+        "say what a run will take and give: bytes, speed, idle shares, lag",
+        "Prints what trainer and sampler of a configuration hold on one device of their meshes: "
+        "parameters, optimizer and caches are exact, what has a ~ is estimated. Then, from rates "
+        "of a chip or a fitted run, what the run will come to, by formulas and by a seeded "
+        "simulation. Needs no devices.",
+        "quickstart --chip v6e --picture plan.png",
+    ),
+    "render": (
+        "write a launch's scripts or manifests, and start nothing",
+        "Writes the plan of CONFIG's launch, its environment and what starts it on Slurm, GKE or "
+        "TPU VMs into DIR.",
+        "configs/pods/qwen3_8b_h200_8.toml --target slurm --out rendered",
+    ),
+    "preflight": (
+        "check a machine, or all of a launch together, before a run",
+        "Checks versions, clocks, the shared disk, the store of snapshots, ports, shared memory, "
+        "devices and one sum over them; one line each.",
+        "configs/quickstart.toml",
+    ),
+    "role": (
+        "play one machine's part of a launch; called by what render writes",
+        "Plays all roles of a machine (--host) or one (NAME) to the end of the run. Exit status 42 "
+        "where it was stopped and can be started again, 134 where a peer is lost.",
+        "--plan plan.json --host 0",
     ),
 }
 """Name -> summary, description, arguments of an example."""
@@ -140,6 +160,9 @@ def _parser() -> argparse.ArgumentParser:
         "trajectory", metavar="TRAJECTORY", help="task/prompt/sample[/attempt]"
     )
     plan_options(own["plan"])
+    render.add_options(own["render"])
+    preflight.add_options(own["preflight"])
+    role.add_options(own["role"])
     _of_checkpoints(own["import"], own["export"])
     own["list"].add_argument(
         "directory", type=Path, metavar="DIR", nargs="?", default=Path("runs"), help="default: runs"
@@ -251,7 +274,9 @@ def _run(given: argparse.Namespace) -> int:
     _check_free(run_dir)
     _prepare(config, given.roles)
     config = _composed(config)
-    _create(run_dir, config, f"# resolved from {given.config}\n{resolved(config)}")
+    from launch.run_directory import create_run
+
+    create_run(run_dir, config, f"# resolved from {given.config}\n{resolved(config)}")
     try:
         return _start(config, run_dir, given.roles)
     except BaseException as error:
@@ -281,8 +306,8 @@ def _resume(given: argparse.Namespace) -> int:
 
 def _prepare(config: RunConfig, roles: str = "local") -> None:
     """Processes look for their devices themselves: here they would be taken from them."""
-    env.prepare(config.devices_needed)
     if roles == "local":
+        env.prepare(config.devices_needed)
         return check_devices(config, env.available_devices())
 
     from launch.processes import check_ports
@@ -340,20 +365,6 @@ def _check_free(run_dir: Path) -> None:
             f"{run_dir} exists and is left as it is: choose another with --out {run_dir}-2, "
             f"remove it, or go on with it by `rl-jax resume {run_dir}`"
         )
-
-
-def _create(run_dir: Path, config: RunConfig, config_text: str) -> None:
-    from rl_jax.replay.log import write_format
-
-    try:
-        run_dir.mkdir(parents=True)
-        (run_dir / "config.toml").write_text(config_text, encoding="utf-8")
-        write_format(run_dir)
-        keep_code(config, run_dir)
-    except OSError as error:
-        raise UserError(
-            f"{run_dir}: cannot be created ({error.strerror}): choose another with --out DIR"
-        ) from None
 
 
 def _discard_unused(run_dir: Path) -> bool:
@@ -440,6 +451,9 @@ _ACTIONS = {
     "export": _export,
     "list": _list,
     "plan": plan,
+    "render": render.run,
+    "preflight": preflight.run,
+    "role": role.run,
 }
 
 

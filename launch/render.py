@@ -1,0 +1,121 @@
+"""[H] `rl-jax render`: a launch as files, for one target; starts nothing."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from launch.env_table import resolve
+from launch.spec import PLATFORMS, LaunchPlan, RunSpec, make_plan
+from rl_jax.config.base import UserError
+from rl_jax.config.load import load, resolved
+from rl_jax.config.run import RunConfig
+
+TARGETS = ("slurm", "gke", "tpu-vm")
+SHARED = {"slurm": "run", "gke": "/shared/{name}", "tpu-vm": "/shared/{name}"}
+"""A run's directory where none is given; a relative one is below the rendered directory."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Of the command line."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, as in configs/pods")
+    parser.add_argument("--target", required=True, choices=TARGETS, help="what starts the run")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="where to write, a new directory"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="replace one value, as in launch.first_port=7000",
+    )  # fmt: skip
+    parser.add_argument(
+        "--run", metavar="RUN", help="the run's directory as all hosts see it (slurm: DIR/run)"
+    )
+    parser.add_argument("--image", default="rl-jax", metavar="IMAGE", help="gke: of all containers")
+    parser.add_argument(
+        "--het-group", action="store_true", help="slurm: a component each for trainer and samplers"
+    )
+
+
+def run(given: argparse.Namespace) -> int:
+    """Writes everything. UserError for a plan that does not fit, and where DIR exists."""
+    config = load(given.config, given.overrides)
+    _check(config, given)
+    run_dir = given.run or SHARED[given.target].format(name=config.name)
+    plan = make_plan(RunSpec(config, run_dir))
+    text = f"# resolved from {given.config}\n{resolved(_composed(config))}"
+    written = {**common(config, plan, text), **target_files(plan, given)}
+    try:
+        given.out.mkdir(parents=True)
+        for name, content in written.items():
+            path = given.out / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+            if path.suffix == ".sh":
+                path.chmod(0o755)
+    except OSError as error:
+        raise UserError(f"{given.out}: cannot be written ({error.strerror})") from None
+    print(f"written to {given.out}: {', '.join(written)}")
+    return 0
+
+
+def _check(config: RunConfig, given: argparse.Namespace) -> None:
+    if given.out.exists() or given.out.is_symlink():
+        raise UserError(f"{given.out} exists and is left as it is: choose another with --out")
+    tpu = PLATFORMS[config.launch.chip] == "tpu"
+    if given.target == "tpu-vm" and not tpu:
+        raise UserError(f'launch.chip = "{config.launch.chip}": --target tpu-vm needs v5p or v6e')
+    if given.target == "slurm" and tpu:
+        raise UserError(f'launch.chip = "{config.launch.chip}": --target slurm needs h200 or cpu')
+    if given.het_group and (given.target != "slurm" or config.launch.sampler is None):
+        raise UserError("--het-group: needs --target slurm and hosts in launch.sampler")
+
+
+def _composed(config: RunConfig) -> RunConfig:
+    from launch.code import located
+    from launch.compose import with_defaults
+
+    return with_defaults(located(config))
+
+
+def common(config: RunConfig, plan: LaunchPlan, text: str) -> Mapping[str, str]:
+    """What every target gets: the configuration, the plan, and the environment with its reasons."""
+    return {
+        "config.toml": text,
+        "plan.json": json.dumps(plan.model_dump(mode="json"), indent=1) + "\n",
+        "environment.md": environment(config, plan),
+    }
+
+
+def environment(config: RunConfig, plan: LaunchPlan) -> str:
+    """The resolved table, one part for each kind of role, as Markdown."""
+    platform = PLATFORMS[plan.chip]
+    parts = [
+        "# Environment\n\nWhat is set already where a process starts wins, flag by flag; only what "
+        "says where a role stands\n(JAX_PLATFORMS, CUDA_VISIBLE_DEVICES) is the plan's."
+    ]
+    for kind in ("trainer", "sampler", "host"):
+        roles = ", ".join(group.name for group in plan.groups if group.kind == kind)
+        lines = [
+            f"| `{own.name}` | `{own.value}` | {own.reason} | {own.source} |"
+            for own in resolve(platform, kind, config.launch.env, plan.run_dir)
+        ]
+        head = ["| name | value | reason | source |", "| --- | --- | --- | --- |"]
+        parts.append("\n".join([f"## {roles}\n", *head, *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def target_files(plan: LaunchPlan, given: argparse.Namespace) -> Mapping[str, str]:
+    """Scripts or manifests."""
+    match given.target:
+        case "slurm":
+            from launch.slurm.render import files
+
+            return files(plan, het_group=given.het_group)
+        case "gke":
+            from launch.gke.render import files
+
+            return files(plan, image=given.image)
+        case _:
+            from launch.tpu_vm.render import files
+
+            return files(plan)
