@@ -6,6 +6,7 @@ beartype; warnings raised from our packages are errors (pyproject.toml).
 
 import gc
 import os
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,6 +26,15 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=20",
     )
 )
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+COMPILED = None if CACHE in os.environ else tempfile.TemporaryDirectory(prefix="compiled-")
+"""Programs that one session's processes share: pytest's workers and the children of tests compile
+many of the same, and what is read back is the same machine code. A user's own directory outlives
+the session."""
+if COMPILED is not None:
+    os.environ[CACHE] = COMPILED.name
+# By default jax keeps what took a second. Reading takes a few milliseconds.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 jaxtyping.install_import_hook(["rl_jax", "models", "launch"], f"{typechecker.__name__}.check")
 
 TESTS = Path(__file__).parent

@@ -8,20 +8,42 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch import build
 from launch import replay as replaying
 from rl_jax.config.base import UserError
 from rl_jax.replay import events, fates, journal, log
 from rl_jax.replay.records import encode_record, scan, unpack
+from tests.fakes.chatter import family
 from tests.fakes.runs import Run, check_journal, config, replayed
 from tests.integration.conftest import Start
 
 
+@pytest.fixture(scope="module")
+def recorded() -> list[Run]:
+    """The run that every test takes a copy of, once the first has made it."""
+    return []
+
+
 @pytest.fixture
-def run(start: Start) -> Run:
+def run(
+    start: Start,
+    recorded: list[Run],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Run:
     """Five updates, all of whose groups lie in a `.wal` again, so a test can change them."""
-    run = start(config(trainer={"updates": 5, "push_every": 2}, checkpoint={"every": 9}))
-    check_journal(run)
-    return run
+    if not recorded:
+        made = start(config(trainer={"updates": 5, "push_every": 2}, checkpoint={"every": 9}))
+        check_journal(made)
+        recorded.append(moved(made, tmp_path_factory.mktemp("recorded") / "run"))
+    monkeypatch.setattr(build, "build_task", lambda config: family())
+    return moved(recorded[0], tmp_path / "copy")
+
+
+def moved(run: Run, path: Path) -> Run:
+    """What it left, copied to `path`."""
+    return Run(run.config, shutil.copytree(run.path, path), None, run.notes)
 
 
 def rewrite_groups(

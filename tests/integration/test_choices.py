@@ -20,6 +20,7 @@ from rl_jax.trainer.step import Experts, make_train_step
 from rl_jax.trajectories import codec
 from rl_jax.trajectories.types import Group, RolloutKey, Status, Trajectory
 from tests.fakes import tiny
+from tests.fakes.compiling import QUICK
 from tests.fakes.engine import Stepped, prompt, run
 from tests.fakes.runs import check_journal, config, replayed, trained_groups
 from tests.integration.conftest import Start
@@ -99,7 +100,7 @@ def scored(replay: bool) -> Any:
         used = choices if replay else None
         return token_logprobs(model, params, *arrays, vocab_chunk=16, choices=used)
 
-    return jax.jit(score)
+    return jax.jit(score, compiler_options=QUICK)
 
 
 def test_under_the_weights_that_sampled_replay_changes_nothing() -> None:
@@ -115,7 +116,8 @@ def stepped() -> Any:
     own = config(model=MODEL, trainer={"weight_decay": 0.5})
     model, loss, optimizer = tiny.model(tiny.ROUTED), dis(), build.build_optimizer(own)
     how = {"vocab_chunk": 16, "experts": Experts(replay=True)}
-    step = jax.jit(make_train_step(model, loss, {"policy": optimizer}, **how))
+    step = make_train_step(model, loss, {"policy": optimizer}, **how)
+    step = jax.jit(step, compiler_options=QUICK)
     params = tiny.params(tiny.ROUTED, 1)
     state = first_state(loss, optimizer, params)
     after, report = step(state, batch())
