@@ -1,4 +1,4 @@
-"""[H] A process of the trainer's world that is not process 0: the same programs, nothing written.
+"""[H] A process of the trainer's world that is not process 0: the same programs, and no record.
 
 What it trains on, and when it stops, comes from process 0 (`rl_jax.trainer.world`).
 """
