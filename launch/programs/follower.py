@@ -23,7 +23,7 @@ from rl_jax.snapshots.publisher import served_copy
 from rl_jax.snapshots.store import SnapshotStore
 from rl_jax.trainer.loop import Hooks, Pushed, Taken
 from rl_jax.trainer.state import TrainState
-from rl_jax.trainer.world import GO, STAY, World, hear, shared_take, tell
+from rl_jax.trainer.world import GO, STAY, World, hear, tell
 
 STAY_S = 15.0
 WRITE_S = 1800.0
@@ -106,14 +106,7 @@ class _Follower:
         await self._write(state, done)
 
     async def _take(self, update: int) -> Taken | None:
-        limit = self._parts.config.deadlines
-        return await shared_take(
-            self._parts.world,
-            _from_process_0,
-            update,
-            deadline_s=limit.start_s + limit.queue_get_s,
-            asked=lambda: self._stop.asked,
-        )
+        return await self._updates.share(_from_process_0, update, asked=lambda: self._stop.asked)
 
     async def _push(self, params: Tree, update: int) -> Pushed:
         copy = await self._dispatcher.run(self._copy, params)

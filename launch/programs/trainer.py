@@ -24,7 +24,7 @@ from rl_jax.snapshots.policies import keep_last
 from rl_jax.snapshots.store import SnapshotStore
 from rl_jax.trainer.loop import Hooks, Pushed, Taken
 from rl_jax.trainer.state import TrainState
-from rl_jax.trainer.world import GO, SKIP, shared_take, tell
+from rl_jax.trainer.world import GO, SKIP, tell
 from rl_jax.trajectories.codec import encode_group
 from rl_jax.trajectories.types import Group
 
@@ -127,14 +127,7 @@ class Trainer:
 
     async def _share(self, update: int) -> Taken | None:
         """What this process takes, in all processes of the world."""
-        limit = self._parts.config.deadlines
-        return await shared_take(
-            self._parts.world,
-            self._take,
-            update,
-            deadline_s=limit.start_s + limit.queue_get_s,
-            ask=self._stop.ask,
-        )
+        return await self._updates.share(self._take, update, ask=self._stop.ask)
 
     async def _take(self, update: int) -> Taken | None:
         """A batch that an earlier part of the run had on record, else the queue's next."""

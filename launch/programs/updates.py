@@ -20,8 +20,19 @@ from rl_jax.snapshots.manifest import Leaf
 from rl_jax.snapshots.publisher import copy_tree
 from rl_jax.snapshots.shared import describe_shared, save_shared
 from rl_jax.snapshots.store import SnapshotStore
-from rl_jax.trainer.loop import Auditor, Critic, Hooks, Programs, Pushed, Schedule, train
+from rl_jax.trainer.loop import (
+    Auditor,
+    Critic,
+    Hooks,
+    Programs,
+    Pushed,
+    Schedule,
+    Take,
+    Taken,
+    train,
+)
 from rl_jax.trainer.state import TrainState
+from rl_jax.trainer.world import never, shared_take
 
 
 class Compiled(NamedTuple):
@@ -143,6 +154,20 @@ class Updates:
             if self._parts.world.process_id
             else self._parts.run_dir / "not_finite_batch.npz",
         )
+
+    async def share(
+        self,
+        take: Take,
+        update: int,
+        *,
+        asked: Callable[[], bool] = never,
+        ask: Callable[[], object] = never,
+    ) -> Taken | None:
+        """What process 0 takes for `update`, in every process: see `shared_take`."""
+        limit = self._parts.config.deadlines
+        deadline = limit.start_s + limit.queue_get_s
+        world = self._parts.world
+        return await shared_take(world, take, update, deadline_s=deadline, asked=asked, ask=ask)
 
     def checkpoint_due(self, update: int) -> bool:
         """Whether one is written at the push of `update`, which is not the end."""

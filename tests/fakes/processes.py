@@ -7,6 +7,15 @@ from pathlib import Path
 DEADLINE_S = 20.0
 
 
+def alive(pid: int) -> bool:
+    """Whether there is such a process, dead and not reaped included."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 class Watched:
     """A process that lives now; its pid cannot come to mean another one."""
 

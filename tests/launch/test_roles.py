@@ -18,6 +18,7 @@ from launch.cli import main
 from rl_jax.replay import events
 from rl_jax.replay.log import merged
 from rl_jax.snapshots.store import SnapshotStore
+from tests.fakes.processes import alive
 from tests.structure.source import ROOT
 
 CONFIG = """
@@ -92,14 +93,6 @@ def told[E: events.Event](run: Path, kind: type[E]) -> list[E]:
 def pids(run: Path) -> dict[str, int]:
     """The newest process of each role."""
     return {e.role: e.pid for e in told(run, events.ProcessStarted)}
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def check_whole(run: Path) -> None:

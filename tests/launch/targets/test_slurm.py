@@ -17,6 +17,7 @@ from launch.cli import main
 from rl_jax.replay import events
 from rl_jax.replay.log import merged
 from tests.fakes import slurm
+from tests.fakes.processes import alive
 
 CONFIG = """
 name = "small"
@@ -90,14 +91,6 @@ def submitted(out: Path) -> Iterator[subprocess.Popen[str]]:
 
 def batch_pid(out: Path) -> int:
     return int((out.parent / "bin" / "state" / "batch.pid").read_text())
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def said(out: Path) -> str:
