@@ -62,6 +62,16 @@ class Dispatcher:
         """Launches `program(*args)` and returns its outputs when everything in flight is done."""
         return await self._submit(self._run, program, args, label)
 
+    async def repeat(
+        self, program: Callable[[], T], goes_on: Callable[[T], bool], *, label: str = ""
+    ) -> list[T]:
+        """As `run`, again and again on the thread while `goes_on` of what came last; all that came.
+
+        For programs that take no longer than the way to the thread and back. What goes wrong in one
+        is raised, and what came before it is lost.
+        """
+        return await self._submit(self._repeat, program, goes_on, label)
+
     async def drain(self) -> None:
         """Returns when nothing is in flight."""
         await self._submit(self._drain)
@@ -89,6 +99,14 @@ class Dispatcher:
         outputs = self._launch(program, args, label)
         self._drain()
         return outputs
+
+    def _repeat(
+        self, program: Callable[[], T], goes_on: Callable[[T], bool], label: str
+    ) -> list[T]:
+        taken = [self._run(program, (), label)]
+        while goes_on(taken[-1]):
+            taken.append(self._run(program, (), label))
+        return taken
 
     def _drain(self) -> None:
         while self._in_flight:

@@ -346,3 +346,40 @@ def test_two_sharded_programs_a_thousand_steps_each_at_full_speed(chained: bool)
             await asyncio.gather(*map(steps, meshes()))
 
     asyncio.run(both())
+
+
+# --- again and again -----------------------------------------------------------------------------
+
+
+def test_repeat_runs_on_while_it_is_told_to_and_accounts_for_each() -> None:
+    """All on the dispatcher's thread, each waited for before it is looked at."""
+    flight, spans = Flight(), list[tuple[str, float, float]]()
+
+    async def main() -> list[Output]:
+        numbers = itertools.count(1)
+
+        def goes_on(output: Output) -> bool:
+            assert output.number in flight.finished and flight.threads == {threading.get_ident()}
+            return output.number < 4
+
+        return await own.repeat(lambda: flight.program(next(numbers)), goes_on, label="step")
+
+    own = Dispatcher("test", on_span=lambda *span: spans.append(span))
+    try:
+        assert [output.number for output in asyncio.run(main())] == [1, 2, 3, 4]
+    finally:
+        own.close()
+    assert flight.most == 1 and flight.threads != {threading.get_ident()}
+    assert [label for label, _, _ in spans] == ["step"] * 4
+    assert all(a[2] <= b[1] for a, b in itertools.pairwise(spans))
+
+
+def test_what_goes_wrong_in_a_repetition_is_raised_and_the_next_call_is_well() -> None:
+    async def main(own: Dispatcher) -> None:
+        given = iter((1, 0))
+        with pytest.raises(ZeroDivisionError):
+            await own.repeat(lambda: np.array(1 // next(given)), lambda _: True)
+        assert await own.run(int, 3) == 3
+
+    with dispatcher() as own:
+        asyncio.run(main(own))

@@ -14,6 +14,8 @@ from rl_jax import rng
 from rl_jax.arrays import CHUNK, Tree
 from rl_jax.dispatch import Dispatcher
 from rl_jax.gateway.protocol import Completion, Finish, Request, RequestFailed
+from rl_jax.sampler import burst
+from rl_jax.sampler.burst import Burst
 from rl_jax.sampler.layout import Pages
 from rl_jax.sampler.page_table import PageTable
 from rl_jax.sampler.programs import Programs, sampled_of, step_inputs
@@ -65,7 +67,7 @@ class Engine:
         self.pauses: list[float] = []
         """Seconds, one for each version that stepped, as `on_swap` hears them."""
         self.step_seconds: deque[float] = deque(maxlen=self.STEPS_KEPT)
-        """Of the last decode steps."""
+        """Of the last decode steps; those of one burst share its time."""
         self._on_swap = on_swap
         self._stepped, self._ready_since = weights.version, time.perf_counter()
         self._programs, self._dispatcher = programs, dispatcher
@@ -79,6 +81,9 @@ class Engine:
         self._ids = itertools.count()
         self._staged: _Staged | None = None
         self._wake = asyncio.Event()
+        self._changed = False
+        """Whether the next step may be another one than the last plan would go on with; read by the
+        dispatcher's thread."""
         self._error: BaseException | None = None
 
     @property
@@ -114,11 +119,11 @@ class Engine:
         own.running = running
         own.requests += 1
         done = self._done[sequence] = asyncio.get_running_loop().create_future()
-        self._wake.set()
+        self._change()
         try:
             return await done
         except BaseException:
-            own.ended = True
+            own.ended = self._changed = True
             raise
         finally:
             own.running = None
@@ -131,6 +136,7 @@ class Engine:
         own = self._sequences.pop(sequence, None)
         if own is None:
             return
+        self._changed = True
         self._pages.release(own.row)
         # All of them: one that is cancelled as it wakes must not keep the others waiting.
         for waiter in self._waiting:
@@ -151,7 +157,7 @@ class Engine:
         applied = asyncio.get_running_loop().create_future()
         waiters = [*self._staged.waiters, applied] if self._staged else [applied]
         self._staged = _Staged(weights, waiters)
-        self._wake.set()
+        self._change()
         await applied
 
     async def run(self) -> None:
@@ -164,6 +170,7 @@ class Engine:
             raise
 
     async def _advance(self) -> None:
+        self._changed = False
         self._swap_if_staged()
         draining = self._staged is not None
         step = plan(self._sequences.values(), self._shapes, draining=draining)
@@ -172,26 +179,35 @@ class Engine:
             await self._wake.wait()
             self._ready_since = time.perf_counter()
             return
+        most = burst.longest(step, self.max_context)
         for sequence, count in zip(step.rows, step.counts, strict=True):
             if sequence:
-                self._pages.grow(sequence.row, sequence.cached + count)
+                self._pages.grow(sequence.row, sequence.cached + count + most - 1)
         weights, inputs = self.weights, step_inputs(step, self._layout)
         began = time.perf_counter()
-        label = "decode" if step.width == 1 else f"prefill {step.width}"
-        _, sampled = await self._dispatcher.run(
-            self._execute, step.width, weights.params, inputs, label=label
+        steps = Burst(step, inputs, most, time.perf_counter, began + burst.SECONDS)
+        taken = await self._dispatcher.repeat(
+            lambda: self._execute(step.width, weights.params, steps.inputs),
+            lambda outputs: steps.goes_on(outputs[1]) and not self._changed,
+            label="decode" if step.width == 1 else f"prefill {step.width}",
         )
-        self._time(step.width, weights.version, began)
-        self.steps += 1
-        self._absorb(step, sampled, weights.version)
+        self._time(step.width, len(taken), weights.version, began)
+        for _, sampled in taken:
+            self.steps += 1
+            self._absorb(step, sampled, weights.version)
+        # Where a row is not finite no step follows.
         for index, sequence in enumerate(step.rows):
-            if sequence and not sampled.finite[index]:
+            if sequence and not taken[-1][1].finite[index]:
                 await self._dispatcher.run(self._clear, sequence.row.shard, inputs.pages, index)
 
-    def _time(self, width: int, version: int, began: float) -> None:
+    def _change(self) -> None:
+        self._changed = True
+        self._wake.set()
+
+    def _time(self, width: int, steps: int, version: int, began: float) -> None:
         pause, self._ready_since = began - self._ready_since, time.perf_counter()
         if width == 1:
-            self.step_seconds.append(self._ready_since - began)
+            self.step_seconds.extend([(self._ready_since - began) / steps] * steps)
         if version != self._stepped:
             self._stepped = version
             self.pauses.append(pause)
@@ -229,6 +245,8 @@ class Engine:
         for index, (sequence, count) in enumerate(zip(step.rows, step.counts, strict=True)):
             if sequence is None or sequence.number not in self._sequences:
                 continue
+            if not sequence.uncached:
+                continue  # given up while its row went on
             sequence.enter_cache(count, version, origin)
             if sequence.running is None:
                 continue

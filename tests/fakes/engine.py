@@ -17,20 +17,45 @@ TIMEOUT = 60.0
 
 
 class Stepped(Dispatcher):
-    """Awaits `after[n]` when program n, counted from 1, is done and before anybody sees it."""
+    """Awaits `after[n]` when program n, counted from 1, is done and before anybody sees it.
 
-    def __init__(self) -> None:
+    Without `bursts` the engine's own loop goes round after every step.
+    """
+
+    def __init__(self, *, bursts: bool = True) -> None:
         super().__init__("sampler")
         self.count = 0
+        self.visits = 0
+        """Of the thread."""
         self.after: dict[int, Callable[[], Awaitable[object]]] = {}
+        self._bursts = bursts
 
     async def run(self, program: Callable[..., Any], *args: Any, label: str = "") -> Any:
+        self.visits += 1
         outputs = await super().run(program, *args, label=label)
+        await self._hook()
+        return outputs
+
+    async def repeat(
+        self, program: Callable[[], Any], goes_on: Callable[[Any], bool], *, label: str = ""
+    ) -> list[Any]:
+        if not self._bursts:
+            return [await self.run(program, label=label)]
+        self.visits += 1
+        loop = asyncio.get_running_loop()
+
+        def hooked() -> Any:
+            outputs = program()
+            asyncio.run_coroutine_threadsafe(self._hook(), loop).result(TIMEOUT)
+            return outputs
+
+        return await super().repeat(hooked, goes_on, label=label)
+
+    async def _hook(self) -> None:
         self.count += 1
         if self.count in self.after:
             await self.after[self.count]()
             await asyncio.sleep(0)  # what it started reaches its first wait
-        return outputs
 
 
 def run[T](
@@ -40,6 +65,7 @@ def run[T](
     weights: Weights | None = None,
     on_push: str = "recompute",
     on_swap: Callable[[int, float], object] = lambda version, pause: None,
+    bursts: bool = True,
 ) -> T:
     """The result of `main(engine, dispatcher)` while the engine's loop runs; no hang survives."""
 
@@ -59,7 +85,7 @@ def run[T](
             loop.cancel()
             await asyncio.wait([loop])
 
-    dispatcher = Stepped()
+    dispatcher = Stepped(bursts=bursts)
     try:
         return asyncio.run(whole())
     finally:

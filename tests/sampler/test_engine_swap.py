@@ -261,7 +261,7 @@ def test_lineage_of_a_request_over_two_pushes(
             status=Status.COMPLETED,
         ), engine.stale_cache_tokens
 
-    own, stale = run(main, on_push=on_push)
+    own, stale = run(main, on_push=on_push, bursts=False)
     last = 0 if on_push == "keep" else 2
     assert own.versions[20:32].tolist() == [*versions] and own.versions[37:].tolist() == [2] * 3
     assert cache_versions(own)[own.loss_mask].tolist() == [*caches, last, last, last]
@@ -310,7 +310,11 @@ def test_a_swap_tells_its_version_and_pause_once_the_new_weights_stepped(
         assert list(engine.step_seconds) == [1 + 1 / 64] * (12 if on_push == "recompute" else 13)
 
     monkeypatch.setattr(sampler_program, "time", SimpleNamespace(perf_counter=look))
-    run(main, on_push=on_push, on_swap=lambda version, pause: told.append((version, pause)))
+
+    def on_swap(version: int, pause: float) -> None:
+        told.append((version, pause))
+
+    run(main, on_push=on_push, on_swap=on_swap, bursts=False)
     assert [version for version, _ in told] == ([2] if on_push == "drain" else [1, 2])
 
 
