@@ -135,12 +135,14 @@ def make_step(
         stats = _sum_stats(loss, lambda part: scores_of(params, part)[0], batch)
         own = {name: trained(params[name], optimizer.frozen)}
 
-        def gradient(part: Batch) -> Any:
-            differentiated = jax.value_and_grad(objective, has_aux=True)
-            return differentiated(own, params, part, stats, state.loss[name])
+        def given(part: Batch) -> tuple[Any, ...]:
+            return own, params, part, stats, state.loss[name]
 
         def accumulate(index: Array, sums: _Sums) -> _Sums:
-            (value, (metrics, bad, routed)), grads = gradient(microbatch(batch, index))
+            differentiated = jax.value_and_grad(objective, has_aux=True)
+            (value, (metrics, bad, routed)), grads = differentiated(
+                *given(microbatch(batch, index))
+            )
             return _Sums(
                 jax.tree.map(jnp.add, sums.grads, widened(grads)),
                 sums.loss + value,
@@ -149,7 +151,9 @@ def make_step(
                 jax.tree.map(jnp.add, sums.routed, routed),
             )
 
-        sums = jax.lax.fori_loop(0, batch.count, accumulate, _no_sums(gradient, batch))
+        # Forward alone: shapes of gradients are known, and tracing takes as long as compiling.
+        shapes = jax.eval_shape(lambda: objective(*given(microbatch(batch, 0))))
+        sums = jax.lax.fori_loop(0, batch.count, accumulate, _no_sums(own, shapes, batch))
         advanced = loss.transform.advance(state.loss[name], stats)
         return _update(name, state, sums, advanced, optimizer, balance)
 
@@ -161,12 +165,11 @@ def microbatch(batch: Batch, index: Array | int) -> Batch:
     return map_arrays(lambda leaf: jnp.asarray(leaf)[index], batch)
 
 
-def _no_sums(gradient: Callable[[Batch], Any], batch: Batch) -> _Sums:
-    found = jax.eval_shape(gradient, microbatch(batch, 0))
-    (value, (metrics, bad, routed)), grads = found
+def _no_sums(own: dict[str, Tree], found: Any, batch: Batch) -> _Sums:
+    """Of microbatches whose objective gives what has the shapes `found`."""
+    value, (metrics, bad, routed) = found
     bad_column = jnp.full((batch.tokens.shape[0], *bad.shape), -1, bad.dtype)
-    wide = jax.eval_shape(widened, grads)
-    sums = _Sums(wide, value, metrics, bad_column, routed)
+    sums = _Sums(jax.eval_shape(widened, own), value, metrics, bad_column, routed)
     return _zeros_like(sums)._replace(bad_column=bad_column)
 
 
