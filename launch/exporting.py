@@ -75,7 +75,7 @@ def _table(origin: Origin, manifest: Manifest, snapshot: Path) -> Table:
                 f"{origin.path / CONFIG} gives {list(leaf.shape)}"
             )
     wanted = tensors_of(table)
-    for name in sorted(wanted.keys() | origin.tensors):
+    for name in sorted((wanted.keys() | origin.tensors) - origin.constants.keys()):
         held = origin.tensors[name][1] if name in origin.tensors else None
         if held != wanted.get(name):
             raise UserError(
@@ -119,6 +119,8 @@ def _write_tensors(
     """Leaf by leaf, each into its places in the files."""
     headers = _create(origin, files, staging)
     place = {name: file.name for file in files for name in file.tensors}
+    for name, value in origin.constants.items():
+        mapped(staging.path / place[name], headers[place[name]], name)[...] = value
     reporter.phase("export", len(table), len(staging.done))
     left = {name: manifest.leaves[name] for name in table if name not in staging.done}
     sizes = {n: prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for n, leaf in left.items()}

@@ -15,7 +15,8 @@ import numpy as np
 from launch.origin import FORMAT, ORIGIN
 from launch.staging import Staging, in_parts
 from launch.terminal import Reporter
-from models.checkpoint.layout import DTYPES, Leaf
+from models.checkpoint.constants import packed
+from models.checkpoint.layout import DTYPES, CheckpointError, Leaf
 from models.checkpoint.load import Checkpoint, open_checkpoint, stored_dtype
 from models.checkpoint.place import shard_of
 from rl_jax.config.base import UserError
@@ -45,12 +46,16 @@ def import_checkpoint(source: Path, out: Path, dtype: str, reporter: Reporter) -
     growing = GrowingSnapshot(SnapshotStore(staging.path), VERSION)
     left = checkpoint.table.keys() - growing.told()
     staging.check_room(sum(_size(checkpoint.table[name], kinds[name]) for name in left))
-    with staging.open(plan):
-        _tell_losses(checkpoint, kinds, reporter)
-        _write_leaves(checkpoint, growing, kinds, reporter)
-        _write_rest(checkpoint, staging.path, dtype)
-        sync_tree(staging.path)
-        staging.finish()
+    try:
+        with staging.open(plan):
+            _tell_losses(checkpoint, kinds, reporter)
+            _write_leaves(checkpoint, growing, kinds, reporter)
+            _write_rest(checkpoint, staging.path, dtype)
+            sync_tree(staging.path)
+            staging.finish()
+    except CheckpointError as error:
+        staging.discard()
+        raise UserError(str(error)) from error
 
 
 def _identity(checkpoint: Checkpoint) -> list[Any]:
@@ -90,10 +95,7 @@ def _write_leaves(
         part: dict[str, np.ndarray] = {}
         for name in names:
             whole = tuple(slice(0, size) for size in table[name].shape)
-            try:
-                part[name] = shard_of(checkpoint.source, table[name], whole, kinds[name])
-            except ValueError as error:
-                raise UserError(str(error)) from error
+            part[name] = shard_of(checkpoint.source, table[name], whole, kinds[name])
             reporter.progress(len(growing.leaves) + len(part))
         growing.add(part)
     growing.finish()
@@ -117,4 +119,5 @@ def _write_rest(checkpoint: Checkpoint, path: Path, dtype: str) -> None:
         for file in source.files
     ]
     origin = {"format": FORMAT, "dtype": dtype, "carried": sorted(source.carried), "files": files}
+    origin |= {"constants": packed(checkpoint.constants)}
     (path / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")

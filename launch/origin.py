@@ -1,10 +1,13 @@
 """[H] What an import left of the checkpoint it took in, checked before anything is made of it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
+from models.checkpoint.constants import unpacked
 from models.checkpoint.directory import read_json
 from models.checkpoint.layout import DTYPES, CheckpointError
 from models.checkpoint.source import CONFIG, TOKENIZER_CONFIG, File, carried_names
@@ -23,6 +26,8 @@ class Origin(NamedTuple):
     files: tuple[File, ...]
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     carried: tuple[str, ...]
+    constants: dict[str, np.ndarray]
+    """Tensors that are no parameters."""
 
 
 def _of_weights(name: str) -> str:
@@ -50,6 +55,8 @@ class _Origin(BaseModel):
     format: Literal[1]
     carried: list[str]
     files: Annotated[list[_File], Field(min_length=1)]
+    constants: dict[str, str] = {}
+    """Left out by imports that knew of none."""
 
 
 def read_origin(path: Path) -> Origin:
@@ -71,7 +78,19 @@ def read_origin(path: Path) -> Origin:
         File(file.name, file.metadata, tuple(name for name, _, _ in file.tensors))
         for file in told.files
     )
-    return Origin(path, config, files, tensors, tuple(told.carried))
+    constants = {
+        name: _constant(where, name, text, tensors) for name, text in told.constants.items()
+    }
+    return Origin(path, config, files, tensors, tuple(told.carried), constants)
+
+
+def _constant(
+    where: Path, name: str, text: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> np.ndarray:
+    try:
+        return unpacked(text, *tensors[name])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{where}: constants: {name} is not a tensor of its files") from error
 
 
 def _check_carried(path: Path, config: dict[str, Any], carried: list[str]) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,6 +85,11 @@ class Staging:
             file.flush()
             os.fsync(file.fileno())
         self.done |= set(names)
+
+    def discard(self) -> None:
+        """Removes what was begun, as far as that goes: nothing can become of it. Not while it is
+        open: a disk of the network keeps the lock's file until it is closed."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def finish(self) -> None:
         """Makes it `out`, at one stroke. All in it must be on the disk."""

@@ -1,7 +1,7 @@
 """[N] Whether a checkpoint is what its configuration says, before anything is written."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -9,8 +9,9 @@ from models.checkpoint.layout import DTYPES, RUN, CheckpointError, Table, tensor
 from models.checkpoint.source import TOKENIZER, Source
 
 
-def check_tensors(source: Source, table: Table) -> None:
-    """Every tensor of the table is there, of its shape and of a dtype we know, and no other."""
+def check_tensors(source: Source, table: Table, constants: Collection[str] = ()) -> None:
+    """Every tensor of the table is there, of its shape and of a dtype we know, and no other but the
+    `constants`."""
     wanted = tensors_of(table)
     for name, shape in wanted.items():
         tensor = source.tensors.get(name)
@@ -26,12 +27,7 @@ def check_tensors(source: Source, table: Table) -> None:
                 f"{tensor.file}: {name} is {tensor.dtype}: needs {', '.join(DTYPES)}"
             )
     for name, tensor in source.tensors.items():
-        if name.endswith(".rotary_emb.inv_freq"):
-            raise CheckpointError(
-                f"{tensor.file}: {name} is a constant that old releases store, made of rope_theta: "
-                "save the checkpoint again without it"
-            )
-        if name not in wanted:
+        if name not in wanted and name not in constants:
             raise CheckpointError(
                 f"{tensor.file}: {name} is unexpected, no parameter of {source.config_file} is "
                 "made of it"

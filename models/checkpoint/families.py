@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from models.checkpoint.layout import CheckpointError, Table, tensors_of
 from models.kimi_linear import convert as kimi_linear
 from models.kimi_linear.config import WORDS
@@ -17,6 +19,8 @@ class Family(NamedTuple):
     name: str
     read_config: Callable[[Mapping[str, Any]], Any]
     tensor_table: Callable[[Any], Table]
+    frequencies: Callable[[Any], np.ndarray | None]
+    """Of rotary positions, by the base alone; None for a model without."""
 
     def table(self, config: Any, tensors: Collection[str]) -> Table:
         """How parameters are made of a checkpoint that has `tensors`.
@@ -51,11 +55,12 @@ def _filled(table: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-LLAMA = Family("llama", llama.read_config, llama.tensor_table)
+LLAMA = Family("llama", llama.read_config, llama.tensor_table, llama.frequencies)
 KIMI_LINEAR = Family(
     "kimi_linear",
     kimi_linear.read_config,
     kimi_linear.tensor_table,
+    lambda config: None,
 )
 BY_MODEL_TYPE: Mapping[str, Family] = {
     **dict.fromkeys(llama.MODEL_TYPES, LLAMA),

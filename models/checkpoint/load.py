@@ -1,6 +1,6 @@
 """[H] A checkpoint opened and checked as a whole, and its parameters put on devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from models.checkpoint.check import check_tensors, check_tied, check_vocabulary
+from models.checkpoint.constants import read_constants
 from models.checkpoint.directory import Directory
 from models.checkpoint.families import EMBEDDING, Family, family_of
 from models.checkpoint.gguf_file import GgufFile
@@ -20,12 +21,14 @@ AS_IS = "as-is"
 
 
 class Checkpoint(NamedTuple):
-    """`config` is the family's own; `table` makes its parameters of the source's tensors."""
+    """`config` is the family's own; `table` makes its parameters of the source's tensors, all but
+    the `constants`."""
 
     source: Source
     family: Family
     config: Any
     table: Table
+    constants: Mapping[str, np.ndarray]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -45,10 +48,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     except ValueError as error:
         raise CheckpointError(f"{source.config_file}: {error}") from error
     table = family.table(config, source.tensors)
-    check_tensors(source, table)
+    constants = read_constants(source, family.frequencies(config))
+    check_tensors(source, table, constants)
     check_vocabulary(source, EMBEDDING)
     check_tied(source, table)
-    return Checkpoint(source, family, config, table)
+    return Checkpoint(source, family, config, table, constants)
 
 
 def stored_dtype(checkpoint: Checkpoint, leaf: Leaf, dtype: str) -> np.dtype:

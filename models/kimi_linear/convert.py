@@ -1,7 +1,7 @@
 """[N] Kimi Linear checkpoints of Hugging Face's: config.json and tensors, both ways.
 
 Names and layouts are those of Kimi-Linear-48B-A3B. The bounded gate of later models is
-`linear_attn_config.gate_lower_bound`.
+`linear_attn_config.gate_lower_bound`, their output gate without a bottleneck `use_full_rank_gate`.
 """
 
 from collections.abc import Mapping
@@ -47,6 +47,7 @@ def read_config(table: Mapping[str, Any]) -> KimiLinearConfig:
         head_dim=head_dim,
         conv_taps=linear.count("short_conv_kernel_size", fields.get("linear_conv_kernel_dim")),
         gate_rank=head_dim,
+        full_output_gate=linear.flag("use_full_rank_gate", False),
         gate_lower_bound=_lower_bound(linear),
         mla_heads=heads,
         mla_head_dim=nope,
@@ -69,7 +70,6 @@ def _check_fixed(fields: Fields, linear: Fields) -> None:
     fields.only("num_expert_group", 1, fields.get("n_group", 1))
     fields.only("topk_group", 1, 1)
     fields.only("attention_bias", False, False)
-    linear.only("use_full_rank_gate", False, False)
 
 
 def _mixers(fields: Fields, linear: Fields) -> tuple[str, ...]:
@@ -199,7 +199,10 @@ def _kda(config: KimiLinearConfig, layer: str) -> Table:
         "norm/scale": leaf_of(plain(f"{layer}.o_norm.weight", (head_dim,))),
         "out": heads_in(f"{layer}.o_proj.weight", width, heads, head_dim),
     }
-    for name, x in (("decay", "f"), ("gate", "g")):
+    low_rank = {"decay": "f"} if config.full_output_gate else {"decay": "f", "gate": "g"}
+    if config.full_output_gate:
+        table["gate/up"] = heads_out(f"{layer}.g_proj.weight", heads, head_dim, width)
+    for name, x in low_rank.items():
         table[f"{name}/down"] = _turned(f"{layer}.{x}_a_proj.weight", head_dim, width)
         table[f"{name}/up"] = heads_out(f"{layer}.{x}_b_proj.weight", heads, head_dim, head_dim)
     return table

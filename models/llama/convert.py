@@ -7,6 +7,8 @@ both keep the two halves of a rotated head side by side.
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from models.checkpoint.fields import Fields
 from models.checkpoint.layout import (
     CheckpointError,
@@ -94,6 +96,11 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
             if scaling.get(name) is not None:
                 given[name] = scaling.number(name)
     return theta, RopeScaling(kind, scaling.number("factor"), **given)
+
+
+def frequencies(config: LlamaConfig) -> np.ndarray:
+    """float64[head_dim / 2]: rope_theta^(-2i / head_dim), which Llama 2 stores in every layer."""
+    return config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
 
 
 def tensor_table(config: LlamaConfig) -> Table:

@@ -35,12 +35,16 @@ KIMI: dict[str, Any] = {
 BOUNDED = KIMI | {
     "linear_attn_config": KIMI["linear_attn_config"] | {"gate_lower_bound": -5.0, "safe_gate": True}
 }
+FULL_RANK = BOUNDED | {
+    "linear_attn_config": BOUNDED["linear_attn_config"] | {"use_full_rank_gate": True}
+}
 CONFIGS = {
     "llama": LLAMA,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "kimi_linear": KIMI,
     "kimi_linear_bounded": BOUNDED,
+    "kimi_linear_full_rank": FULL_RANK,
 }
 EXACT = ("A_log", "dt_bias", "e_score_correction_bias")
 """Kept in float32 by checkpoints of any dtype."""
@@ -90,8 +94,10 @@ def _kimi(config: Mapping[str, Any], number: int) -> dict[str, tuple[int, ...]]:
         rows, taps = heads * dim, linear["short_conv_kernel_size"]
         mixer = {f"{x}_proj.weight": (rows, width) for x in "qkv"}
         mixer |= {f"{x}_conv1d.weight": (rows, 1, taps) for x in "qkv"}
-        mixer |= {f"{x}_a_proj.weight": (dim, width) for x in "fg"}
-        mixer |= {f"{x}_b_proj.weight": (rows, dim) for x in "fg"}
+        full = linear.get("use_full_rank_gate", False)
+        mixer |= {f"{x}_a_proj.weight": (dim, width) for x in ("f" if full else "fg")}
+        mixer |= {f"{x}_b_proj.weight": (rows, dim) for x in ("f" if full else "fg")}
+        mixer |= {"g_proj.weight": (rows, width)} if full else {}
         mixer |= {
             "b_proj.weight": (heads, width), "A_log": (1, 1, heads, 1), "dt_bias": (rows,),
             "o_norm.weight": (dim,), "o_proj.weight": (width, rows),

@@ -1,6 +1,7 @@
 """[H] `rl-jax import` and `export`: bytes come back as they were, faults are one line, and what a
 killed command left is gone on with."""
 
+import errno
 import json
 import os
 import shutil
@@ -50,8 +51,9 @@ def run(*argv: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("llama", 1), ("qwen2", 3), ("qwen3", 1), ("kimi_linear", 3), ("kimi_linear_bounded", 1)],
-)
+    [("llama", 1), ("qwen2", 3), ("qwen3", 1), ("kimi_linear", 3), ("kimi_linear_bounded", 1),
+     ("kimi_linear_full_rank", 2)],
+)  # fmt: skip
 def test_export_gives_back_every_byte(here, name, count):
     source = make(name, count=count)
     run("import", source, "--out", "kept")
@@ -361,6 +363,14 @@ def test_nothing_is_exported_by_a_wrong_origin(here, capsys, name):
     assert said == f"rl-jax: kept/origin.json: {expected}".replace("NUMBER", str(number))
 
 
+def test_an_import_that_knew_of_no_constants_is_exported(here):
+    source = make()
+    run("import", source, "--out", "kept")
+    origin(lambda table: table.pop("constants"))
+    run("export", "kept/0", "--out", "out")
+    assert files(Path("out")) == files(source)
+
+
 def test_a_carried_file_that_is_gone(here, capsys):
     run("import", make(), "--out", "kept")
     os.remove("kept/tokenizer.json")
@@ -615,3 +625,25 @@ def test_a_run_starts_from_an_import(here, name):
     assert jax.tree.structure(params) == jax.tree.structure(
         jax.eval_shape(model.init, jax.random.key(0))
     )
+
+
+def test_a_number_that_is_not_finite_leaves_nothing(here, capsys, monkeypatch):
+    """The last tensor's: by then others are written. As on NFS, where a file that is open keeps
+    its directory from being removed."""
+    remove = shutil.rmtree
+
+    def unless_open(path, **options):
+        held = [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
+        if any(Path(file).is_relative_to(Path(path).absolute()) for file in held):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        remove(path, **options)
+
+    monkeypatch.setattr(staging.shutil, "rmtree", unless_open)
+    config = checkpoints.CONFIGS["llama"]
+    tensors = checkpoints.values(config)
+    tensors["model.norm.weight"].view(np.uint16)[3] = 0x7FC0
+    source = checkpoints.write(Path("in"), config, tensors)
+    assert cli.main(["import", str(source), "--out", "kept"]) == 2
+    said = "rl-jax: in/model.safetensors: model.norm.weight has numbers that are not finite\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert [path.name for path in here.iterdir()] == ["in"]

@@ -60,15 +60,3 @@ def test_a_head_of_another_shape_is_refused(tmp_path):
         f"{path}/model-00001-of-00002.safetensors: {HEAD} has shape [79, 32], "
         f"{path}/config.json gives [80, 32]"
     )
-
-
-def test_stored_frequencies_are_named(tmp_path):
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    tensors = checkpoints.values(checkpoints.LLAMA) | {name: np.ones(4, np.float32)}
-    path = checkpoints.write(tmp_path / "in", checkpoints.LLAMA, tensors)
-    with pytest.raises(CheckpointError) as told:
-        open_checkpoint(path)
-    assert str(told.value) == (
-        f"{path}/model.safetensors: {name} is a constant that old releases store, made of "
-        "rope_theta: save the checkpoint again without it"
-    )
