@@ -107,6 +107,9 @@ class TimeTable:
 
     def pytest_collection_finish(self) -> None:
         self.collecting = time.monotonic() - self.started
+        # Tracing makes many objects; to look each time at all that was imported is a fifth of it.
+        gc.freeze()
+        gc.set_threshold(10_000)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         path = (TESTS.parent / report.location[0]).resolve()

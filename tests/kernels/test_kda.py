@@ -10,7 +10,6 @@ import pytest
 
 from rl_jax.kernels.kda import api, chunk, recurrent, reference, xla
 from tests.bench.kda import gradients
-from tests.fakes.compiling import QUICK
 from tests.kernels.kda_cases import (
     BOUNDED,
     CORRELATED,
@@ -220,7 +219,8 @@ def temporaries(forward: Callable, tokens: int) -> int:
         for shape in ((1, tokens, 4, 64), (1, tokens, 4), (1, 4, 64, 64))
     )
     lowered = jax.jit(gradients(forward)).lower(key, key, key, key, beta, state)
-    return lowered.compile(QUICK).memory_analysis().temp_size_in_bytes
+    as_planned = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
+    return lowered.compile(as_planned).memory_analysis().temp_size_in_bytes
 
 
 def test_memory_is_a_part_of_a_scans_and_flat():

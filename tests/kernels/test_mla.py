@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rl_jax.arrays import round_up
 from rl_jax.kernels.mla import api, reference, spans, xla
 from rl_jax.sharding import make_mesh
+from tests.fakes.compiling import QUICK
 from tests.trainer.sharded import collectives
 
 H, W, V = 3, 12, 8
@@ -71,7 +72,7 @@ def exact(attend, sequence, weights):
         return np.asarray(out), [np.asarray(g) for g in pull(jnp.asarray(weights))]
 
 
-@partial(jax.jit, static_argnames="kind")
+@partial(jax.jit, static_argnames="kind", compiler_options=QUICK)
 def blocked(kind, row, segments, weights):
     """Values and gradients of a weighted sum; one program for all lengths of as many blocks."""
     out, pull = jax.vjp(lambda *x: KINDS[kind][1](*x, segments), *row)
@@ -193,9 +194,14 @@ def test_bfloat16_operands_add_up_in_float32(keys, values, scale):
     want, want_grads = exact(
         partial(reference.attend_heads, scale=scale), sequence, np.float64(weights)
     )
-    run = jax.jit(partial(xla.attend_heads, scale=scale, segments=jnp.zeros((1, 320), jnp.int32)))
-    out, pull = jax.vjp(run, *(x[None] for x in sequence))
-    grads = pull(weights[None])
+    run = partial(xla.attend_heads, scale=scale, segments=jnp.zeros((1, 320), jnp.int32))
+
+    def both(operands, weights):
+        out, pull = jax.vjp(run, *operands)
+        return out, *pull(weights)
+
+    quick = jax.jit(both, compiler_options=QUICK)
+    out, *grads = quick([x[None] for x in sequence], weights[None])
     for got, expected in zip((out, *grads), (want, *want_grads), strict=True):
         distance = np.linalg.norm(np.float64(got[0]) - expected) / np.linalg.norm(expected)
         assert distance <= (5e-3 if expected is want else 8e-3)
@@ -255,12 +261,12 @@ def test_on_a_mesh_a_device_takes_its_own_rows_and_heads(kind):
         out, pull = jax.vjp(lambda *x: attend(*x, segments), *operands)
         return out, *pull(weights)
 
-    want = jax.jit(both)(*given)
+    want = jax.jit(both, compiler_options=QUICK)(*given)
     mesh = make_mesh(jax.devices(), 2, 2)
     places = [NamedSharding(mesh, heads if x.ndim == 4 else rows) for x in given]
     placed = [jax.device_put(x, place) for x, place in zip(given, places, strict=True)]
     with jax.set_mesh(mesh):
-        compiled = jax.jit(both).lower(*placed).compile()
+        compiled = jax.jit(both).lower(*placed).compile(QUICK)
     for got, expected in zip(compiled(*placed), want, strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-6)
     found = collectives(compiled)

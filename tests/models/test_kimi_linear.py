@@ -34,7 +34,7 @@ def extend(tokens, n_valid, positions, pages, pool):
     return MODEL.extend(PARAMS, tokens, n_valid, positions, pages, pool, DENSE)
 
 
-@jax.jit
+@quick
 def logprobs(hidden):
     return jax.nn.log_softmax(MODEL.head(PARAMS, hidden, jnp.asarray(0), CONFIG.vocab_size))
 
@@ -218,7 +218,7 @@ def test_training_in_expanded_form_and_prefill_in_absorbed_form_agree():
 def test_head_slices_make_the_whole():
     hidden = jnp.asarray(np.random.default_rng(0).standard_normal((3, CONFIG.width)), jnp.float32)
     want = np.asarray(hidden, np.float64) @ np.asarray(PARAMS["embedding"], np.float64).T
-    sliced = jax.jit(MODEL.head, static_argnums=3)
+    sliced = quick(MODEL.head, static_argnums=3)
     parts = [
         sliced(PARAMS, hidden, jnp.asarray(start), 16) for start in range(0, CONFIG.vocab_size, 16)
     ]
@@ -234,7 +234,7 @@ def loss(params, tokens, positions, segments):
     return -jnp.sum(jnp.where(valid, chosen, 0.0)) / jnp.sum(valid)
 
 
-gradient = jax.jit(jax.value_and_grad(loss))
+gradient = quick(jax.value_and_grad(loss))
 
 
 def test_gradients_equal_finite_differences_in_float64():
@@ -299,7 +299,7 @@ def test_a_tensor_parallel_mesh_gives_the_same_loss_and_gradients():
         in_shardings=(shardings, rows, rows, rows),
         out_shardings=(None, shardings),
     )
-    compiled = step.lower(PARAMS, *batch).compile()
+    compiled = step.lower(PARAMS, *batch).compile(QUICK)
     assert "all-reduce" in str(compiled.as_text())
     got = compiled(jax.device_put(PARAMS, shardings), *(jax.device_put(x, rows) for x in batch))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
@@ -316,9 +316,9 @@ def test_layers_follow_the_list():
     assert "down" not in params["blocks"]["block_1"]["mixer"]["gate"]
     tokens = sequence(64)[None]
     zeros = np.zeros((1, 64), np.int32)
-    want = jax.jit(model.forward)(params, tokens, np.arange(64)[None], zeros)
+    want = quick(model.forward)(params, tokens, np.arange(64)[None], zeros)
     pool = dense_pool(model.cache_spec, 1, 64)
-    got, _ = jax.jit(model.extend, static_argnums=6)(
+    got, _ = quick(model.extend, static_argnums=6)(
         params, tokens, np.array([64]), np.array([0]), np.arange(1), pool, DENSE
     )
     assert np.array_equal(got, want)

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from models.layers.moe import MixtureOfExperts, balanced
+from tests.fakes.compiling import QUICK
 from tests.models import textbook
 
 WIDTH, EXPERTS, CHOSEN = 16, 6, 2
@@ -25,9 +26,12 @@ def layer(chosen=CHOSEN, shared=1, scale=2.446, renormalise=True, seed=0):
     return graph, params | {"router_bias": bias}
 
 
-def run(graph, params, x, valid=None, replayed=None):
+def plainly(graph, params, x, valid=None, replayed=None):
     valid = jnp.ones(x.shape[:2], bool) if valid is None else jnp.asarray(valid)
-    return nnx.merge(graph, jax.tree.map(jnp.asarray, params))(jnp.asarray(x), valid, replayed)
+    return nnx.merge(graph, params)(x, valid, replayed)
+
+
+run = jax.jit(plainly, static_argnums=0, compiler_options=QUICK)
 
 
 def inputs(*shape, seed=1):
@@ -46,10 +50,13 @@ def test_values_and_gradients_equal_the_formula_in_float64(made):
         towards = np.random.default_rng(2).standard_normal(x.shape)
         (_, (out, own)), slopes = jax.jit(
             jax.value_and_grad(
-                lambda p, x: (lambda made: (jnp.sum(made[0] * towards), made))(run(graph, p, x)),
+                lambda p, x: (lambda made: (jnp.sum(made[0] * towards), made))(
+                    plainly(graph, p, x)
+                ),
                 (0, 1),
                 has_aux=True,
-            )
+            ),
+            compiler_options=QUICK,
         )(params, x)
         out, own, slopes = jax.tree.map(np.asarray, (out, own, slopes))
     want, choices = textbook.experts(x.reshape(-1, WIDTH), params, **route)
@@ -139,8 +146,12 @@ def test_replayed_choices_are_used_and_own_ones_told():
 
 def test_no_gradient_reaches_the_bias_and_some_the_router():
     graph, params = layer()
-    x, replayed = inputs(1, 8), jnp.full((1, 8, CHOSEN), 2, jnp.int32).at[..., 1].set(4)
-    slopes = jax.grad(lambda p: jnp.sum(run(graph, p, x, replayed=replayed)[0] ** 2))(params)
+    x, replayed = (
+        jnp.asarray(inputs(1, 8)),
+        jnp.full((1, 8, CHOSEN), 2, jnp.int32).at[..., 1].set(4),
+    )
+    loss = jax.grad(lambda p: jnp.sum(plainly(graph, p, x, replayed=replayed)[0] ** 2))
+    slopes = jax.jit(loss, compiler_options=QUICK)(params)
     assert not np.any(slopes["router_bias"])
     assert np.any(slopes["router"], 0).tolist() == [False, False, True, False, True, False]
 
@@ -154,7 +165,7 @@ def test_balancing_moves_a_bias_against_its_load():
 def test_a_rows_bits_do_not_depend_on_its_neighbours(length):
     """Beside padding, beside others, and beside others that all choose its experts."""
     graph, params = layer()
-    jitted = jax.jit(partial(run, graph))
+    jitted = jax.jit(partial(plainly, graph))
     x, valid = inputs(4, length), np.arange(4)[:, None] < np.full(length, 1)
     quiet = jitted(params, x, valid)[0][0]
     other = np.concatenate([x[:1], 7 * inputs(3, length, seed=5)])

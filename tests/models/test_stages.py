@@ -14,6 +14,7 @@ from models.execution import Execution, cast
 from models.kimi_linear import kimi_linear_48b
 from models.layers.parameters import matrix
 from models.layers.projection import project
+from tests.fakes.compiling import QUICK
 
 
 def fewest(kinds):
@@ -81,7 +82,9 @@ def loss(states, x, execution):
     return jnp.sum(out**2) + sum(jnp.sum(o) for o in others if o is not None), others
 
 
-sloped = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
+sloped = jax.jit(
+    jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2, compiler_options=QUICK
+)
 
 
 @pytest.mark.parametrize("scan", [False, True])
