@@ -10,12 +10,15 @@ import math
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rl_jax.kernels.mla import triton as kernels
 from tests.interop.kda_triton import CHUNK, LIMITS, error, mend_interpreter, said
 
 LOG2E = math.log2(math.e)
+ROUNDING = 5e-7
+"""Relative L2 of two sums of the same float32 numbers in other orders."""
 PART = 2
 """Pages per part; the launch layer takes more."""
 
@@ -296,19 +299,36 @@ def compare_pages(case: Paged) -> bool:
     return said(case.name, good, text)
 
 
+def rows_are_alone() -> bool:
+    """Whether numpy's product of a row has the same bits beside any number of rows.
+
+    The interpreter multiplies with numpy, whose kernels on some CPUs take several rows together; on
+    a GPU a row of a tile is alone.
+    """
+    random = np.random.default_rng(0)
+    rows, columns = (random.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
+    whole = rows @ columns
+    return all(np.array_equal(rows[:n] @ columns, whole[:n]) for n in (1, 2, 5, 16, 32))
+
+
 def check_tokens_one_by_one() -> bool:
-    """Bit for bit: several tokens at once give what one at a time gives."""
+    """Several tokens at once give what one at a time gives: bit for bit, if numpy lets them."""
     case = Paged("", (200, 63), (5, 3), n=5)
     q, pool, pages, positions, n_valid, _ = make_pages(case, torch.Generator().manual_seed(3))
     out = run_pages(q, pool, pages, positions, n_valid, case.V, 0.3, True)
-    same = True
+    same, errors = True, []
     for t in range(case.n):
         valid = (n_valid > t).to(torch.int32)
         one = run_pages(
             q[:, t : t + 1].contiguous(), pool, pages, positions + t, valid, case.V, 0.3, True
         )
         same &= torch.equal(one[:, 0], out[:, t])
-    return said("tokens one by one, to the bit", same, "")
+        there = valid > 0
+        errors.append(error(one[there, 0], out[there, t].double()))
+    if rows_are_alone():
+        return said("tokens one by one, to the bit", same, "")
+    text = f"{max(errors):.1e}, equal {same}: numpy's own rows differ beside others here"
+    return said("tokens one by one, to a rounding", all(e <= ROUNDING for e in errors), text)
 
 
 def cases() -> list[Case]:
