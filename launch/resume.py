@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.report.data import is_running, spans
+from launch.report.data import is_running
 from rl_jax.config.base import UserError
 from rl_jax.metrics import names
 from rl_jax.metrics.writers import read as read_metrics
@@ -161,13 +161,6 @@ def check_resumable(run_dir: Path) -> None:
             raise UserError(f"{path}: must be a directory that can be written")
     if is_finished(run_dir) and (run_dir / "summary.json").is_file():
         raise UserError(f"{run_dir} is finished: there is nothing to resume")
-
-
-def seconds_on_record(run_dir: Path) -> float:
-    """How long the run went on before, by its last update and the last of its traces."""
-    ends = [line[names.WALL_SECONDS] for line in _metrics(run_dir)[-1:]]
-    ends += [span.end for span in spans(run_dir)]
-    return float(max(ends, default=0.0))
 
 
 def _counts(run_dir: Path, update: int) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """[H] A run's directory before anything ran: its configuration, its format and its code."""
 
-import os
+import secrets
 import shutil
 from pathlib import Path
 
@@ -11,23 +11,18 @@ from rl_jax.replay.log import write_format
 
 
 def create_run(run_dir: Path, config: RunConfig, config_text: str) -> None:
-    """UserError where it cannot be made."""
+    """All of it or nothing, for who waits for it and for who starts it again after a kill.
+    UserError where it cannot be made."""
+    making = run_dir.with_name(f".{run_dir.name}-{secrets.token_hex(4)}")
     try:
-        run_dir.mkdir(parents=True)
-        (run_dir / "config.toml").write_text(config_text, encoding="utf-8")
-        write_format(run_dir)
-        keep_code(config, run_dir)
+        making.mkdir(parents=True)
+        (making / "config.toml").write_text(config_text, encoding="utf-8")
+        write_format(making)
+        keep_code(config, making)
+        making.rename(run_dir)
     except OSError as error:
         raise UserError(
             f"{run_dir}: cannot be created ({error.strerror}): choose another with --out DIR"
         ) from None
-
-
-def create_run_at_once(run_dir: Path, config: RunConfig, config_text: str) -> None:
-    """The same where others wait for it: they see all of it or nothing."""
-    making = run_dir.with_name(f".{run_dir.name}-{os.getpid()}")
-    try:
-        create_run(making, config, config_text)
-        making.rename(run_dir)
     finally:
         shutil.rmtree(making, ignore_errors=True)

@@ -15,6 +15,9 @@ from rl_jax.replay.records import Appender, encode_record, lock, scan, unpack
 SEGMENT_BYTES = 64 << 20
 """A segment that would grow above this is followed by the next one."""
 
+LOCK = "lock"
+"""A file beside the segments that whoever writes them holds locked: not the directory, since
+other hosts of NFS see the locks of regular files alone."""
 _SUFFIX = ".journal"
 
 
@@ -27,7 +30,7 @@ class Journal:
         """Appends to segment `number` of the directory `path`; `timeout` bounds one write, in
         seconds."""
         self._path = path
-        self._lock = lock(path)
+        self._lock = lock(path / LOCK)
         self._number = number
         self._segment_bytes = segment_bytes
         self._appender = Appender(timeout=timeout)
@@ -73,7 +76,7 @@ def reopen(
     segments = _segments(path)
     if not segments:
         raise ValueError(f"{path} holds no journal")
-    held = lock(path)
+    held = lock(path / LOCK)
     try:
         tail = [scan(segment, may_be_cut=segment == segments[-1]) for segment in segments][-1]
         cut = tail.size - tail.end

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from launch.report.data import seconds_on_record
 from launch.resume import (
     check_resumable,
     drop_metrics_after,
     is_finished,
     resumption,
     rollouts_on_record,
-    seconds_on_record,
 )
 from rl_jax.config.base import UserError
 from rl_jax.metrics import names

@@ -190,14 +190,16 @@ def test_a_disk_that_never_answers_ends_at_the_deadline(
 def test_segments_rotate_and_no_record_is_split(tmp_path: Path) -> None:
     record = len(encode_record(event(0, 50)))
     write(tmp_path, *(event(i, 50) for i in range(7)), segment_bytes=3 * record)
-    sizes = [p.stat().st_size // record for p in sorted(tmp_path.iterdir())]
+    sizes = [p.stat().st_size // record for p in sorted(tmp_path.glob("*.journal"))]
     assert sizes == [3, 3, 1]
     assert numbers(tmp_path) == list(range(7))
 
 
 def test_a_record_above_the_segment_size_has_one_of_its_own(tmp_path: Path) -> None:
     write(tmp_path, event(0), event(1, 500), event(2), segment_bytes=100)
-    assert [p.name for p in sorted(tmp_path.iterdir())] == [f"00000{i}.journal" for i in range(3)]
+    assert [p.name for p in sorted(tmp_path.glob("*.journal"))] == [
+        f"00000{i}.journal" for i in range(3)
+    ]
     assert numbers(tmp_path) == [0, 1, 2]
 
 
@@ -208,7 +210,7 @@ def test_one_batch_may_span_segments(tmp_path: Path) -> None:
         await journal.close()
 
     asyncio.run(main())
-    assert len(list(tmp_path.iterdir())) > 5
+    assert len(list(tmp_path.glob("*.journal"))) > 5
     assert numbers(tmp_path) == list(range(20))
 
 
@@ -217,7 +219,7 @@ def test_reopening_goes_on_in_the_last_segment(tmp_path: Path) -> None:
     write(tmp_path, event(0), event(1), event(2), segment_bytes=2 * record)
     assert append(tmp_path, event(3), event(4), segment_bytes=2 * record) == 0
     assert numbers(tmp_path) == [0, 1, 2, 3, 4]
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.glob("*.journal"))) == 3
 
 
 def test_a_missing_segment_is_named(tmp_path: Path) -> None:
