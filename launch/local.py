@@ -84,7 +84,7 @@ async def _run(parts: Parts, found: Resumption | None) -> None:
 
 async def _from_weights(parts: Parts, found: Resumption | None, stop: Stop) -> bool:
     meshes = build.build_meshes(parts.config)
-    started = await stop.unless(_start(parts, meshes, found))
+    started = await stop.unless(_start(parts, meshes, found, stop))
     if started is None:
         return False
     record = TrainerRecord(parts, found)
@@ -111,12 +111,15 @@ async def _from_weights(parts: Parts, found: Resumption | None, stop: Stop) -> b
     return finished
 
 
-async def _start(parts: Parts, meshes: build.Meshes, found: Resumption | None) -> _Started:
+async def _start(
+    parts: Parts, meshes: build.Meshes, found: Resumption | None, stop: Stop
+) -> _Started | None:
     async with asyncio.TaskGroup() as starting:
-        trainer = starting.create_task(prepare(parts, meshes.trainer, new=found is None))
+        trainer = starting.create_task(prepare(parts, meshes.trainer, stop, new=found is None))
         work = in_background(partial(compile_sampler, parts, meshes.sampler))
         sampler = starting.create_task(work)
-    return _Started(*trainer.result(), sampler.result())
+    prepared = trainer.result()
+    return _Started(*prepared, sampler.result()) if prepared else None
 
 
 async def _learn(own: _Local, started: _Started, stop: Stop, found: Resumption | None) -> bool:

@@ -1,5 +1,6 @@
 """[H] Where RL starts: a snapshot, or a few supervised steps on scripted demonstrations."""
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from rl_jax.trainer.state import adam
 from rl_jax.trainer.step import Experts
 from rl_jax.trajectories.types import NOT_SAMPLED, RolloutKey, Status, Trajectory
 
+GoesOn = Callable[[], Awaitable[bool]]
+"""Whether no process of the trainer's world was asked to stop."""
 POOL = 4096
 """Demonstrations that are made; every step draws from them."""
 
@@ -70,10 +73,11 @@ async def warm_start(
     renderer: Renderer,
     dispatcher: Dispatcher,
     reporter: Reporter,
-) -> Tree:
+    goes_on: GoesOn,
+) -> Tree | None:
     """`config.warm_start.steps` supervised steps from `params`, which are consumed.
 
-    Seeded by the run's seed alone.
+    Seeded by the run's seed alone. None where `goes_on`, asked before every step, says no.
     """
     own = config.warm_start
     if not own.steps or own.snapshot is not None:
@@ -100,6 +104,8 @@ async def warm_start(
     state = program.init(params)
     draws = rng.host(config.seed, rng.Purpose.WARM_START)
     for step in range(1, own.steps + 1):
+        if not await goes_on():
+            return None
         chosen = [demonstrations[i] for i in draws.integers(count, size=own.trajectories)]
         batch = build_batch(chosen, loss.reduction, 0, shape).batch
         state, report = await dispatcher.run(program.step, state, batch)

@@ -73,9 +73,10 @@ async def follow(parts: Parts, mesh: Mesh, stop: Stop) -> None:
     start = Start(*msgpack.unpackb(await hear(world, deadline_s=limit.start_s)))
     if start == OVER:
         return
-    weights, compiled = await prepare(parts, mesh, new=start == NEW)
-    if await hear(world, deadline_s=limit.start_s) != GO:
+    prepared = await prepare(parts, mesh, stop, new=start == NEW)
+    if prepared is None:
         return
+    weights, compiled = prepared
     with closing(Dispatcher("trainer")) as dispatcher:
         updates = Updates(parts, mesh, compiled, dispatcher)
         await _Follower(parts, updates, dispatcher, stop, start).run(weights)

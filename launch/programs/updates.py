@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from launch import build
 from launch.background import in_background
 from launch.programs.base import Parts
-from launch.warm_start import first_params, load_teachers, warm_start
+from launch.stop import Stop
+from launch.warm_start import GoesOn, first_params, load_teachers, warm_start
 from rl_jax.arrays import Tree
 from rl_jax.dispatch import Dispatcher
 from rl_jax.snapshots.manifest import Leaf
@@ -32,7 +33,7 @@ from rl_jax.trainer.loop import (
     train,
 )
 from rl_jax.trainer.state import TrainState
-from rl_jax.trainer.world import never, shared_take
+from rl_jax.trainer.world import agreed, never, shared_take
 
 
 class Compiled(NamedTuple):
@@ -68,29 +69,53 @@ def compile_trainer(parts: Parts, mesh: Mesh) -> Compiled:
     return Compiled(step, Programs(step.step, after, audit, own, step.estimate, choices))
 
 
-async def prepare(parts: Parts, mesh: Mesh, *, new: bool) -> tuple[Weights | None, Compiled]:
-    """What takes long before the first update: programs, and the first weights of a `new` run."""
+Prepared = tuple[Weights | None, Compiled]
+
+
+async def prepare(parts: Parts, mesh: Mesh, stop: Stop, *, new: bool) -> Prepared | None:
+    """What takes long before the first update: programs, and the first weights of a `new` run.
+
+    None in every process of the world where one was asked to stop meanwhile. Cancel it only in a
+    world of one: the others would wait in a collective for good.
+    """
+    deadline_s = parts.config.deadlines.start_s
+    goes_on = partial(agreed, parts.world, lambda: stop.asked, deadline_s=deadline_s)
     dispatcher = Dispatcher("warm start")
     try:
         async with asyncio.TaskGroup() as starting:
             work = in_background(partial(compile_trainer, parts, mesh))
             compiling = starting.create_task(work)
-            weights = await _first_weights(parts, mesh, dispatcher) if new else None
+            weights = await _first_weights(parts, mesh, dispatcher, goes_on) if new else None
+            stopped = new and weights is None
+            if stopped:
+                compiling.cancel()
             parts.reporter.phase("compiling")
     finally:
         dispatcher.close()
+    if stopped or not await goes_on():
+        return None
     return weights, compiling.result()
 
 
-async def _first_weights(parts: Parts, mesh: Mesh, dispatcher: Dispatcher) -> Weights:
-    """The configured snapshot, or fresh weights after their warm start; and the teachers."""
+async def _first_weights(
+    parts: Parts, mesh: Mesh, dispatcher: Dispatcher, goes_on: GoesOn
+) -> Weights | None:
+    """The configured snapshot, or fresh weights after their warm start; and the teachers. None
+    where it does not go on."""
     where = parts.config, parts.model, mesh
     params = await in_background(partial(first_params, *where))
     teachers = await in_background(partial(load_teachers, *where))
     params = await warm_start(
-        parts.config, parts.model, params, parts.family, parts.renderer, dispatcher, parts.reporter
+        parts.config,
+        parts.model,
+        params,
+        parts.family,
+        parts.renderer,
+        dispatcher,
+        parts.reporter,
+        goes_on,
     )
-    return Weights(params, teachers)
+    return None if params is None else Weights(params, teachers)
 
 
 def weights_again(parts: Parts, mesh: Mesh) -> Weights:

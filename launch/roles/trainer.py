@@ -21,7 +21,7 @@ from rl_jax.dispatch import Dispatcher
 from rl_jax.metrics import names
 from rl_jax.queues.socket import QueueServer
 from rl_jax.replay import events
-from rl_jax.trainer.world import GO, STOP_NOW, tell
+from rl_jax.trainer.world import STOP_NOW, tell
 
 
 async def run(parts: Parts, role: Role) -> None:
@@ -70,8 +70,8 @@ async def _train(
     opened: asyncio.Future[Trainer],
 ) -> bool:
     mesh = build.build_trainer_mesh(parts.config)
-    started = await stop.unless(prepare(parts, mesh, new=found is None))
-    await tell(parts.world, GO if started else STOP_NOW)
+    preparing = prepare(parts, mesh, stop, new=found is None)
+    started = await (preparing if parts.world.peers else stop.unless(preparing))
     if started is None:
         return False
     weights, compiled = started

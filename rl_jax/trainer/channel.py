@@ -11,44 +11,81 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
 
 import msgpack
+
+from rl_jax.trajectories.codec import MAX_BYTES
+from rl_jax.wire.silence import end_when_idle
 
 LENGTH = struct.Struct(">Q")
 HELLO_BYTES = 1 << 12
 HELLO_S = 10.0
 """How long one who connected may take to say who it is."""
-TEXT_BYTES = 1 << 20
 RETRY_S = 0.1
 
 
-class Peer(NamedTuple):
-    """The process at the other end. Waits belong inside the caller's `asyncio.timeout`."""
+class Peer:
+    """The process at the other end. Waits belong inside the caller's `asyncio.timeout`.
 
-    name: str
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    What comes is read at once, also by a process that waits for nothing: an end behind what nobody
+    asked for yet is noticed, and who sends never waits for who is busy. So one holds what the other
+    sends ahead, a batch at most, since each batch is answered. Made inside an event loop.
+    """
+
+    def __init__(
+        self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.name = name
+        self._writer = writer
+        self._came: asyncio.Queue[bytes | Exception] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read(reader))
+
+    @property
+    def gone(self) -> bool:
+        """Whether its end came; what it sent before may be there to receive."""
+        return self._reading.done()
 
     async def send(self, *frames: bytes) -> None:
         """ConnectionError where the peer is gone."""
-        try:
-            for frame in frames:
-                self.writer.write(LENGTH.pack(len(frame)))
-                self.writer.write(frame)
-                await self.writer.drain()
-        except OSError as error:
-            raise ConnectionError(f"{self.name} is gone") from error
+        await _send(self._writer, self.name, *frames)
 
-    async def receive(self, most: int = TEXT_BYTES) -> bytes:
-        """The next frame, of at most `most` bytes. ConnectionError where the peer is gone."""
+    async def receive(self) -> bytes:
+        """The next frame. ConnectionError where the peer is gone and all it sent was received."""
+        came = await self._came.get()
+        if isinstance(came, Exception):
+            self._came.put_nowait(came)
+            raise came
+        return came
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
-            (size,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
-            if size > most:
-                raise ValueError(f"{self.name} announces {size} bytes; at most {most} expected")
-            return await self.reader.readexactly(size)
-        except (asyncio.IncompleteReadError, OSError) as error:
-            raise ConnectionError(f"{self.name} is gone") from error
+            while True:
+                self._came.put_nowait(await _receive(reader, self.name, MAX_BYTES))
+        except (ConnectionError, ValueError) as error:
+            self._came.put_nowait(error)
+
+
+async def _send(writer: asyncio.StreamWriter, name: str, *frames: bytes) -> None:
+    try:
+        for frame in frames:
+            writer.write(LENGTH.pack(len(frame)))
+            writer.write(frame)
+            await writer.drain()
+    except OSError as error:
+        raise ConnectionError(f"{name} is gone") from error
+
+
+async def _receive(reader: asyncio.StreamReader, name: str, most: int) -> bytes:
+    try:
+        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        if size > most:
+            raise ValueError(f"{name} announces {size} bytes; at most {most} expected")
+        return await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, OSError) as error:
+        raise ConnectionError(f"{name} is gone") from error
 
 
 @asynccontextmanager
@@ -74,7 +111,7 @@ async def connected(
         yield tuple(peers[number] for number in sorted(peers))
     finally:
         for peer in peers.values():
-            peer.writer.close()
+            peer.close()
 
 
 def _missing(
@@ -91,18 +128,20 @@ async def _meet_all(peers: dict[int, Peer], address: str, token: str, size: int)
     complete = asyncio.Event()
 
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        newcomer = Peer("a newcomer", reader, writer)
+        name = "a newcomer"
         try:
             async with asyncio.timeout(HELLO_S):
-                number = _number(await newcomer.receive(HELLO_BYTES), token)
+                number = _number(await _receive(reader, name, HELLO_BYTES), token)
             if refusal := _refusal(number, peers, size):
-                await newcomer.send(refusal.encode())
+                await _send(writer, name, refusal.encode())
                 raise ValueError(refusal)
         except (ConnectionError, TimeoutError, ValueError):
             # Not one of ours, or one too many: the world goes on waiting for its own.
             writer.close()
             return
-        peers[number[0]] = newcomer._replace(name=f"process {number[0]}")
+        # Data under way are watched by jax's heartbeat, which tells the busy from the gone.
+        end_when_idle(writer)
+        peers[number[0]] = Peer(f"process {number[0]}", reader, writer)
         if len(peers) == size - 1:
             complete.set()
 
@@ -142,9 +181,12 @@ async def _reach(address: str) -> Peer:
     host, port = split(address)
     while True:
         try:
-            return Peer("process 0", *await asyncio.open_connection(host, port))
+            reader, writer = await asyncio.open_connection(host, port)
         except OSError:
             await asyncio.sleep(RETRY_S)
+        else:
+            end_when_idle(writer)
+            return Peer("process 0", reader, writer)
 
 
 async def _introduce(leader: Peer, token: str, process_id: int, size: int) -> None:

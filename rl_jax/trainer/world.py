@@ -11,9 +11,12 @@ and `shared_take` passes it on.
 
 import asyncio
 import math
+import os
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import jax
 
@@ -29,13 +32,18 @@ from rl_jax.trainer.membership import (
     name_of,
     unpack_checked,
 )
-from rl_jax.trajectories.codec import MAX_BYTES, pack_group
+from rl_jax.trajectories.codec import pack_group
 
 LEAVING = b"it has left the world"
 GO, SKIP, STOP_NOW, STAY = b"go", b"skip", b"stop", b"stay"
 """What process 0 tells the others ahead of what all do together, or instead of it."""
+LOOK_S = 0.25
+UNWIND_S = 1.0
+"""What hears of a lost peer by its connection may say so before the process ends."""
+LOST = 134
+"""Exit status of a process whose world is lost, as that of jax's abort."""
 READY, ASKED = b"", b"it was asked to stop"
-"""What a follower that has a batch answers."""
+"""What a follower says where process 0 asks how it stands."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +75,10 @@ class World:
 
         `coordinator` and `channel` are two addresses ("host:port") of process 0. TimeoutError,
         naming who is missing, after `join_s` seconds. Leaving waits up to `leave_s` seconds for all
-        others to leave too. A process that leaves by an exception closes its connections, which the
-        others hear; one that waits in a collective hears nothing, and jax aborts it after
-        `heartbeat_s` seconds (the peer is dead) or `leave_s` (it waits to leave). OSError where
-        process 0 finds a port in use.
+        others to leave too. A process that leaves by an exception, or dies, closes its connections,
+        which the others hear; one that waits in a collective cannot be told, so it ends at once
+        with status LOST. Where no end of a connection comes, jax aborts after `heartbeat_s`
+        seconds. OSError where process 0 finds a port in use.
         """
         if process_id == 0 and not is_free(*split(coordinator)):  # jax would end by a signal
             raise OSError(f"coordinator port {coordinator} is in use; a restart takes another one")
@@ -87,7 +95,11 @@ class World:
                 shutdown_timeout_seconds=math.ceil(leave_s),
             )
             world = World(process_id, size, peers)
-            yield world
+            watching = asyncio.create_task(_end_with(peers))
+            try:
+                yield world
+            finally:
+                watching.cancel()
             await _leave(world, leave_s)
             await asyncio.to_thread(jax.distributed.shutdown)
 
@@ -109,6 +121,30 @@ async def hear(world: World, *, deadline_s: float) -> bytes:
 def never() -> bool:
     """For who is not asked to stop."""
     return False
+
+
+async def agreed(world: World, asked: Callable[[], bool], *, deadline_s: float) -> bool:
+    """Whether all processes go on; False in all of them where one was asked to stop.
+
+    All call it at the same places of their program, as they do collectives. TimeoutError after
+    `deadline_s` seconds, which must cover what one does beyond the others before it, naming the
+    process that was waited for.
+    """
+    heard: list[bytes] = []
+    try:
+        async with asyncio.timeout(deadline_s):
+            if world.process_id:
+                await world.peers[0].send(ASKED if asked() else READY)
+                return await world.peers[0].receive() == GO
+            await _hear_all(world.peers, heard, "going on", READY, ASKED)
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"process {world.process_id} of {world.size} waited {deadline_s:g} s for "
+            f"{world.peers[len(heard)].name} to say whether all go on"
+        ) from error
+    goes_on = not asked() and ASKED not in heard
+    await tell(world, GO if goes_on else STOP_NOW)
+    return goes_on
 
 
 async def shared_take(
@@ -165,7 +201,7 @@ async def _lead(
 
 async def _follow(leader: Peer, update: int, asked: Callable[[], bool]) -> Taken | None:
     header = decode_header(await leader.receive())
-    packed = [await leader.receive(MAX_BYTES) for _ in header.groups]
+    packed = [await leader.receive() for _ in header.groups]
     try:
         check_update(header, update)
         groups = unpack_checked(header, packed)
@@ -174,6 +210,16 @@ async def _follow(leader: Peer, update: int, asked: Callable[[], bool]) -> Taken
         raise
     await leader.send(ASKED if asked() else READY)
     return None if header.kind == STOP else Taken(groups, header.published_version)
+
+
+async def _end_with(peers: Sequence[Peer]) -> NoReturn:
+    """Ends this process soon after another one: nothing else ends a wait in a collective."""
+    while not (gone := [peer.name for peer in peers if peer.gone]):
+        await asyncio.sleep(LOOK_S)
+    await asyncio.sleep(UNWIND_S)
+    text = f"rl-jax: {gone[0]} is gone, and with it the world"
+    print(text, file=sys.stderr, flush=True)
+    os._exit(LOST)
 
 
 async def _leave(world: World, deadline_s: float) -> None:
@@ -197,11 +243,16 @@ async def _to_all(peers: Sequence[Peer], *frames: bytes) -> None:
     await asyncio.gather(*(peer.send(*frames) for peer in peers))
 
 
-async def _answers(peers: Sequence[Peer], what: str, *wanted: bytes) -> set[bytes]:
+async def _answers(peers: Sequence[Peer], what: str, *wanted: bytes) -> list[bytes]:
     """What all say. ValueError, naming the first process that answers something else."""
-    answers = set()
+    heard: list[bytes] = []
+    await _hear_all(peers, heard, what, *wanted)
+    return heard
+
+
+async def _hear_all(peers: Sequence[Peer], heard: list[bytes], what: str, *wanted: bytes) -> None:
+    """As `_answers`; `heard` grows with each answer, so it tells who was waited for."""
     for peer in peers:
         if (answer := await peer.receive()) not in wanted:
             raise ValueError(f"{what}: {peer.name} says: {answer.decode(errors='replace')}")
-        answers.add(answer)
-    return answers
+        heard.append(answer)

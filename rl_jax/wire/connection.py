@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_jax.wire import frames
 from rl_jax.wire.frames import Call, Cancel, Clock, Failure, Frame, Result, decode_error
+from rl_jax.wire.silence import end_when_silent
 
 Methods = Mapping[str, Callable[..., Any]]
 """What the peer may call, by name; plain functions and coroutine functions of msgpack values."""
@@ -42,6 +43,7 @@ class Connection:
     ) -> None:
         self.peer = peer
         self.lost = asyncio.Event()
+        end_when_silent(writer)
         self._reader, self._writer = reader, writer
         self._clock, self._errors = clock, errors
         self._ids = itertools.count()
@@ -129,7 +131,7 @@ class Connection:
                 await self._writer.drain()
         except TimeoutError:
             self.abort()
-        except ConnectionError:
+        except OSError:
             pass
 
     def _take(self, frame: Frame, methods: Methods) -> None:

@@ -2,12 +2,13 @@
 
 Role `train`: three updates of a tiny policy with groups that process 0 alone has; it saves what
 came out, and what it reads back of what both wrote. Role `spin`: updates without training until
-one of them is asked to stop; says "spinning" once.
+one of them is asked to stop; says "spinning" once. Role `stuck` waits for good.
 """
 
 import asyncio
 import json
 import sys
+import threading
 from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -150,12 +151,21 @@ async def spin(world: World) -> None:
     print(f"stopped at {update}", flush=True)
 
 
+async def stuck(world: World) -> None:
+    """Waits as in a collective: in a thread that nothing can end."""
+    print("stuck", flush=True)
+    await asyncio.to_thread(threading.Event().wait)
+
+
+ROLES = {"spin": spin, "stuck": stuck}
+
+
 async def main(options: dict[str, Any]) -> None:
     role, out = options.pop("role"), options.pop("out", "")
     joined: partial[AbstractAsyncContextManager[World]]
     joined = partial(World.join, **options) if options else partial(nullcontext, World.single())
     async with joined() as world:
-        await (spin(world) if role == "spin" else train(world, out))
+        await (ROLES[role](world) if role in ROLES else train(world, out))
 
 
 if __name__ == "__main__":

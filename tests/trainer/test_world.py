@@ -35,9 +35,10 @@ from rl_jax.trainer.membership import (
     unpack_checked,
 )
 from rl_jax.trainer.placement import gather, place
-from rl_jax.trainer.world import Take, Taken, World, hear, shared_take, tell
-from rl_jax.trajectories.codec import MAX_BYTES, pack_group
+from rl_jax.trainer.world import LOST, Take, Taken, World, agreed, hear, shared_take, tell
+from rl_jax.trajectories.codec import pack_group
 from rl_jax.trajectories.types import Group
+from rl_jax.wire import silence
 from tests.fakes.world_process import UPDATES, groups_of, refuse
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +114,7 @@ def test_process_0_sends_the_membership_first_and_waits_for_all() -> None:
             )
             (peer,) = follower.peers
             assert decode_header(await peer.receive()) == header_of(groups, update=7)
-            assert [await peer.receive(MAX_BYTES) for _ in groups] == packed_of(groups)
+            assert [await peer.receive() for _ in groups] == packed_of(groups)
             assert not taking.done()
             await peer.send(b"")
             assert await taking
@@ -210,6 +211,93 @@ def test_a_follower_that_is_asked_to_stop_is_heard_and_the_batch_is_trained_on()
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("asked", [set(), {0}, {2}, {0, 1, 2}])
+def test_all_go_on_or_none(asked: set[int]) -> None:
+    async def run() -> None:
+        async with worlds(3) as own:
+            going = [
+                agreed(world, lambda n=n: n in asked, deadline_s=5.0) for n, world in enumerate(own)
+            ]
+            assert await asyncio.gather(*going) == [not asked] * 3
+            text = "process 1 of 3 waited 0.05 s for process 0 to say whether all go on"
+            with pytest.raises(TimeoutError, match=text):
+                await agreed(own[1], lambda: False, deadline_s=0.05)
+
+    asyncio.run(run())
+    assert asyncio.run(agreed(World.single(), lambda: bool(asked), deadline_s=1.0)) == (not asked)
+
+
+def test_process_0_names_who_does_not_say_whether_to_go_on() -> None:
+    async def run() -> None:
+        async with worlds(3) as (leader, good, _):
+            await good.peers[0].send(b"")
+            text = "process 0 of 3 waited 0.05 s for process 2 to say whether all go on"
+            with pytest.raises(TimeoutError, match=text):
+                await agreed(leader, lambda: False, deadline_s=0.05)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", [2, 1 << 20])
+def test_an_end_behind_what_nobody_asked_for_is_noticed(size: int) -> None:
+    """A megabyte is more than a stream holds before it stops to read."""
+
+    async def run() -> None:
+        async with worlds(3) as (leader, busy, _):
+            await asyncio.gather(*(peer.send(bytes(size)) for peer in leader.peers))
+            for peer in leader.peers:
+                peer.close()
+            (peer,) = busy.peers
+            async with asyncio.timeout(5.0):
+                while not peer.gone:
+                    await asyncio.sleep(0)
+            assert await peer.receive() == bytes(size)
+            with pytest.raises(ConnectionError, match="process 0 is gone"):
+                await peer.receive()
+
+    asyncio.run(run())
+
+
+def test_who_reads_nothing_for_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that is held up: its kernel answers, and takes no more than fits."""
+    for name in ("SILENT_S", "_FIRST_S", "_EVERY_S"):
+        monkeypatch.setattr(silence, name, 1)
+    monkeypatch.setattr(silence, "IDLE_S", 2)
+    frame = bytes(32 << 20)
+
+    async def hold(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await dialled(address)
+        hello = msgpack.Packer().pack([TOKEN, 1, 2])
+        writer.write(len(hello).to_bytes(8) + hello)
+        assert await reader.readexactly(8) == bytes(8), "no refusal"
+        return reader, writer
+
+    async def run() -> None:
+        address = free_address()
+        async with asyncio.timeout(20.0), AsyncExitStack() as stack:
+            holding = asyncio.create_task(hold(address))
+            leading = connected(address, TOKEN, 0, 2, deadline_s=10.0)
+            (peer,) = await stack.enter_async_context(leading)
+            reader, writer = await holding
+            sending = asyncio.create_task(peer.send(frame))
+            ended, _ = await asyncio.wait({sending}, timeout=3.0)
+            assert not ended and not peer.gone
+            assert await reader.readexactly(8 + len(frame)) == len(frame).to_bytes(8) + frame
+            await sending
+            writer.close()
+
+    asyncio.run(run())
+
+
+async def dialled(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = address.split(":")
+    while True:
+        try:
+            return await asyncio.open_connection(host, int(port))
+        except OSError:
+            await asyncio.sleep(0)
+
+
 def test_what_process_0_tells_all_hear_and_no_wait_is_for_ever() -> None:
     async def run() -> None:
         async with worlds(3) as (leader, *followers):
@@ -302,7 +390,7 @@ def test_strangers_and_doubles_are_kept_out() -> None:
             await talker.send(b"GET / HTTP/1.1")
             with pytest.raises(ConnectionError):
                 await talker.receive()
-            talker.writer.close()
+            talker.close()
             first, second = (
                 asyncio.create_task(joining(address, 1, 3).__aenter__()) for _ in range(2)
             )
@@ -341,12 +429,12 @@ async def start(options: dict[str, Any], devices: int) -> asyncio.subprocess.Pro
 
 @asynccontextmanager
 async def processes(
-    role: str, out: Path | None = None, deadline_s: float = 60.0
+    role: str, out: Path | None = None, deadline_s: float = 60.0, heartbeat_s: int = 5
 ) -> AsyncIterator[list[asyncio.subprocess.Process]]:
     """Two that make up a world; none is left after `deadline_s` or a failure."""
     common = {"role": role, "size": 2, "token": TOKEN, "out": str(out or "")}
     common |= {"coordinator": free_address(), "channel": free_address()}
-    common |= {"join_s": 40.0, "heartbeat_s": 5, "leave_s": 10.0}
+    common |= {"join_s": 40.0, "heartbeat_s": heartbeat_s, "leave_s": 10.0}
     both = [await start(common | {"process_id": n}, devices=1) for n in range(2)]
     try:
         async with asyncio.timeout(deadline_s):
@@ -423,6 +511,25 @@ def test_who_is_left_alone_ends_by_itself(killed: int) -> None:
                 code, _, errors = await ended(both[1 - killed])
             assert code
             assert f"process {killed} is gone" in errors or "another task died" in errors
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_who_waits_in_a_collective_with_the_dead_ends(killed: int) -> None:
+    """At once, since its connection ends; jax, which serves its heartbeat of 60 s in process 0,
+    only notices the loss of that one sooner, and aborts."""
+
+    async def run() -> None:
+        async with processes("stuck", deadline_s=50.0, heartbeat_s=60) as both:
+            for process in both:
+                await said(process, b"stuck\n")
+            both[killed].kill()
+            async with asyncio.timeout(20.0):
+                code, _, errors = await ended(both[1 - killed])
+            aborted = killed == 0 and code == -signal.SIGABRT and "another task died" in errors
+            assert code == LOST or aborted
+            assert aborted or f"rl-jax: process {killed} is gone, and with it the world" in errors
 
     asyncio.run(run())
 
