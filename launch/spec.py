@@ -107,7 +107,7 @@ def make_plan(spec: RunSpec) -> LaunchPlan:
     platform = PLATFORMS[launch.chip]
     pools = _pools(launch)
     worlds = _trainer_devices(config, launch.trainer, platform)
-    replicas = _sampler_devices(config, pools, platform)
+    replicas = _sampler_devices(config, pools, worlds, platform)
     groups = (
         _group(spec, "trainer", "trainer", worlds),
         _group(spec, "orchestrator", "host", [(0, ())]),
@@ -121,6 +121,23 @@ def make_plan(spec: RunSpec) -> LaunchPlan:
         sampler_topology=launch.sampler.topology if launch.sampler else None,
         hosts=pools,
         groups=groups,
+    )
+
+
+def one_process_plan(spec: RunSpec) -> LaunchPlan:
+    """For a run in one process over whole slices, each as `launch.trainer` tells, as many as its
+    meshes need. UserError where the topology does not fit."""
+    config, hosts = spec.config, spec.config.launch.trainer
+    _check_topology("trainer", hosts, chips := hosts.count * hosts.devices)
+    count = -(-config.devices_needed // chips) * hosts.count
+    return LaunchPlan(
+        name=config.name,
+        run_dir=spec.run_dir,
+        chip=config.launch.chip,
+        trainer_topology=hosts.topology,
+        sampler_topology=None,
+        hosts=tuple(Host(index=i, pool="trainer", devices=hosts.devices) for i in range(count)),
+        groups=(_group(spec, "trainer", "trainer", [(0, ())]),),
     )
 
 
@@ -141,7 +158,9 @@ def _pools(launch: Launch) -> tuple[Host, ...]:
 
 
 def _trainer_devices(config: RunConfig, hosts: Hosts, platform: Platform) -> list[Stand]:
-    """Places of the world's processes, in rank order, which is the order of hosts."""
+    """Places of the world's processes, in rank order, which is the order of hosts: one after the
+    other, which takes the fewest hosts and leaves samplers most room, or, where that would cut one
+    in two, as many on each host."""
     size, count = config.mesh.trainer.size, config.processes.trainers
     available = hosts.count * hosts.devices
     if size > available or (platform == "tpu" and size != available):
@@ -153,7 +172,11 @@ def _trainer_devices(config: RunConfig, hosts: Hosts, platform: Platform) -> lis
         )  # fmt: skip
     _check_topology("trainer", hosts, available)
     each = size // count
-    if any(at // hosts.devices != (at + each - 1) // hosts.devices for at in range(0, size, each)):
+    share, rest = divmod(count, hosts.count)
+    at = [rank * each for rank in range(count)]
+    if _cut(at, each, hosts.devices) and not rest:
+        at = [rank // share * hosts.devices + rank % share * each for rank in range(count)]
+    if _cut(at, each, hosts.devices):
         raise UserError(
             f"processes.trainers = {count}: {size} devices of mesh.trainer are {each} of each, "
             f"which would span hosts of {hosts.devices}"
@@ -162,15 +185,22 @@ def _trainer_devices(config: RunConfig, hosts: Hosts, platform: Platform) -> lis
         raise UserError(
             f"processes.trainers = {count}: a TPU host belongs to one process: needs {hosts.count}"
         )
-    return [_place(rank * each, each, hosts.devices) for rank in range(count)]
+    return [_place(first, each, hosts.devices) for first in at]
 
 
-def _sampler_devices(config: RunConfig, pools: tuple[Host, ...], platform: Platform) -> list[Stand]:
-    """Places of the samplers: on hosts of their own, or after the trainer on its hosts."""
+def _cut(at: list[int], each: int, per_host: int) -> bool:
+    """Whether one of those that begin `at` would span hosts."""
+    return any(first // per_host != (first + each - 1) // per_host for first in at)
+
+
+def _sampler_devices(
+    config: RunConfig, pools: tuple[Host, ...], worlds: list[Stand], platform: Platform
+) -> list[Stand]:
+    """Places of the samplers: on hosts of their own, or beside the trainer on its hosts."""
     size, count = config.mesh.sampler.size, config.processes.samplers
     own = [host for host in pools if host.pool == "sampler"]
     hosts = own or list(pools)
-    used = 0 if own else config.mesh.trainer.size
+    used = set() if own else {(host, device) for host, devices in worlds for device in devices}
     each = hosts[0].devices
     if platform == "tpu" and not own:
         raise UserError(
@@ -189,7 +219,7 @@ def _sampler_devices(config: RunConfig, pools: tuple[Host, ...], platform: Platf
         (host, at)
         for host in range(len(hosts))
         for at in range(0, each - size + 1, size)
-        if host * each + at >= used
+        if used.isdisjoint((host, device) for device in range(at, at + size))
     ]
     if len(slots) < count:
         where = f"launch.{'sampler' if own else 'trainer'} = {len(hosts)} hosts of {each}"

@@ -1,7 +1,7 @@
 
 # Runs in the allocation's first node: one step for the trainer's hosts, one for every host of
 # samplers. What the end means is read off every host's status: 0 done, 2 a mistake of the user's, 42
-# stopped with a checkpoint, anything else a crash that counts against MAX_RESTARTS.
+# stopped with a checkpoint, anything else a crash. Crashes alone count against MAX_RESTARTS.
 set -euo pipefail
 
 say() { printf '%s rl-jax job %s attempt %s: %s\n' \
@@ -27,16 +27,15 @@ else
     mapfile -t nodes < <(nodes_of "$SLURM_JOB_NODELIST")
 fi
 count=$((TRAINER_HOSTS + SAMPLER_HOSTS))
-if [ "${#nodes[@]}" -ne "$count" ]; then
-    say "${#nodes[@]} nodes, the plan has $count hosts"
-    exit 2
-fi
+[ "${#nodes[@]}" -eq "$count" ] || { say "${#nodes[@]} nodes, the plan has $count hosts"; exit 2; }
 RL_JAX_HOSTS=$(IFS=,; printf '%s' "${nodes[*]}")
 export RL_JAX_HOSTS RL_JAX_TOKEN_FILE=$token RL_JAX_ATTEMPT=$attempt
 logs=$rendered/logs/attempt_$attempt
 export RL_JAX_RENDERED=$rendered RL_JAX_LOGS=$logs
 mkdir -p "$logs"
-rm -f "$logs"/status-* # of a job that was submitted from here before
+crashes=$rendered/crashes # one line for each of this job
+rm -f "$logs"/status-* # of a job that was submitted from here before, as are crashes
+[ "$attempt" -gt 0 ] || : >"$crashes"
 ln -sfn "attempt_$attempt" "$rendered/logs/latest"
 
 steps=() # pids of srun
@@ -82,12 +81,13 @@ close() {
 }
 
 # Sets `status` to what the hosts' statuses mean together: a mistake of the user's would come again;
-# a crash counts, also where others, told of it, stopped with 42.
+# a crash counts, also where others, told of it, stopped with 42. `worst` is the host it is of.
 judge() {
-    local code
+    local host code
     status=0
-    for code in "${ended[@]}"; do
-        case $status/$code in 2/* | */0) ;; */2 | 0/* | 42/*) status=$code ;; esac
+    for host in "${!ended[@]}"; do
+        code=${ended[$host]}
+        case $status/$code in 2/* | */0) ;; */2 | 0/* | 42/*) status=$code worst=$host ;; esac
     done
 }
 
@@ -108,7 +108,7 @@ await() {
         steps=("${left[@]}")
         read_ended
         judge
-        [ "$status" -eq 0 ] || [ "$stopping" = 1 ] || { say "a host ended with $status"; stop; }
+        [ "$status" -eq 0 ] || [ "$stopping" = 1 ] || { say "host $worst ended with $status"; stop; }
     done
 }
 
@@ -135,12 +135,13 @@ fi
 # Nothing failed, but the run is not at its end: the notice came before there was a checkpoint.
 if [ "$status" -eq 0 ] && [ ! -f "$RUN/summary.json" ]; then status=42; fi
 say "ended with $status"
+[ ! -e "$rendered/stop-$SLURM_JOB_ID" ] || exit "$status" # `rl-jax stop` wants no other attempt
 case $status in
     0 | 2) exit "$status" ;;
-    42) again=1 ;;
-    *) again=$((attempt < MAX_RESTARTS)) ;;
+    42) ;; # a notice is no crash
+    *) echo "attempt $attempt: $status" >>"$crashes" ;;
 esac
-if [ "$again" = 1 ]; then
+if [ "$status" = 42 ] || [ "$(wc -l <"$crashes")" -le "$MAX_RESTARTS" ]; then
     say "again: scontrol requeue"
     scontrol requeue "$SLURM_JOB_ID"
     exit 0

@@ -1,4 +1,4 @@
-"""Stand-ins for sbatch, srun and scontrol: they refuse what Slurm does not know, and run the rest.
+"""Stand-ins for sbatch, srun, scontrol, squeue and scancel: they refuse what Slurm does not know.
 
 `python -m tests.fakes.slurm NAME ARGUMENTS`, with FAKE_SLURM naming a directory for the state. An
 allocation's nodes are loopback addresses: processes of different "nodes" talk over real sockets.
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 JOB_OPTIONS = {
@@ -67,6 +68,8 @@ def sbatch(arguments: list[str]) -> int:
     print(f"Submitted batch job {JOB}", flush=True)
     again = state() / "requeue"
     for restarts in range(100):
+        if (state() / "cancelled").exists():
+            return 0
         again.unlink(missing_ok=True)
         env = os.environ | {"SLURM_JOB_ID": JOB, "SLURM_LOCALID": "0", "PMI_RANK": "0"}
         if restarts:
@@ -89,6 +92,32 @@ def sbatch(arguments: list[str]) -> int:
         if not again.exists():
             return status
     return refuse("sbatch: requeued without end")
+
+
+def squeue(arguments: list[str]) -> int:
+    """The job's state: it never waits, and nothing is left of it once it is cancelled."""
+    if arguments != ["--job", JOB, "--noheader", "--format=%T"]:
+        return refuse(f"squeue: invalid {arguments}")
+    if not (state() / "cancelled").exists():
+        print("RUNNING")
+    return 0
+
+
+def scancel(arguments: list[str]) -> int:
+    """A signal to the batch script alone, or the end of the job, queued again or not."""
+    batch = int((state() / "batch.pid").read_text())
+    match arguments:
+        case ["--signal=USR1", "--batch", job] if job == JOB:
+            os.kill(batch, signal.SIGUSR1)
+        case [job] if job == JOB:
+            (state() / "cancelled").touch()
+            if (state() / "requeue").exists():
+                return 0
+            with suppress(ProcessLookupError):
+                os.killpg(batch, signal.SIGTERM)
+        case _:
+            return refuse(f"scancel: invalid {arguments}")
+    return 0
 
 
 def srun(arguments: list[str]) -> int:
@@ -164,7 +193,7 @@ def install(folder: Path, python: str) -> dict[str, str]:
     folder.mkdir()
     own = folder / "state"
     own.mkdir()
-    for name in ("sbatch", "srun", "scontrol"):
+    for name in ("sbatch", "srun", "scontrol", "squeue", "scancel"):
         _program(folder / name, f'exec "{python}" -m tests.fakes.slurm {name} "$@"')
     _program(folder / "rl-jax", f'exec "{python}" -m launch.cli "$@"')
     root = str(Path(__file__).resolve().parents[2])
@@ -189,5 +218,7 @@ def read_pids(run: Path) -> dict[str, int]:
 
 if __name__ == "__main__":
     print(json.dumps(sys.argv), file=(state() / "calls").open("a"))
-    commands = {"sbatch": sbatch, "srun": srun, "scontrol": scontrol}
+    commands = {
+        "sbatch": sbatch, "srun": srun, "scontrol": scontrol, "squeue": squeue, "scancel": scancel,
+    }  # fmt: skip
     sys.exit(commands[sys.argv[1]](sys.argv[2:]))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.role import Site, _world, addresses_of
+from launch.site import Site, addresses_of, world_of
 from launch.spec import LaunchPlan, RunSpec, make_plan, members
 from rl_jax.config.base import UserError
 from rl_jax.config.run import RunConfig
@@ -34,11 +34,12 @@ def launches(draw) -> dict:
     own = hosts(draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4, 8])))
     shared = not whole and draw(st.booleans())
     sampler = own["devices"] if whole else draw(st.sampled_from([1, 2, 4]))
+    trainers = draw(st.sampled_from([n for n in range(1, trainer + 1) if trainer % n == 0]))
     return {
         "model": {"heads": 8, "head_dim": 16},
         "trainer": {"rows_per_microbatch": trainer},
         "mesh": {"trainer": {"data": trainer}, "sampler": {"tensor": sampler}},
-        "processes": {"samplers": draw(st.integers(1, 6))},
+        "processes": {"samplers": draw(st.integers(1, 6)), "trainers": trainers},
         "launch": {
             "chip": chip,
             "trainer": hosts(count, devices),
@@ -117,8 +118,40 @@ def test_a_world_of_several_processes() -> None:
     assert trainer.restarted_with == "job"
     assert plan.group("sampler-0").restarted_with == "host"
     site = Site(("a", "b", "c"), "secret", attempt=17)
-    told = _world(trainer, trainer.processes[1], site)
+    told = world_of(trainer, trainer.processes[1], site)
     assert told == {"RL_JAX_WORLD": '[1, 2, "a:7403", "a:7419"]'}, "the second ports again"
+
+
+def stands(**sections) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
+    plan = planned(**sections)
+    return {g.name: [(p.host, p.devices) for p in g.processes] for g in plan.groups}
+
+
+def test_a_world_beside_samplers_on_both_hosts() -> None:
+    """A host of 3 holds one process of 2 devices."""
+    assert stands(
+        processes={"trainers": 2, "samplers": 2},
+        mesh={"trainer": {"data": 4}},
+        trainer={"rows_per_microbatch": 4},
+        launch={"trainer": hosts(2, 3)},
+    ) == {
+        "trainer": [(0, (0, 1)), (1, (0, 1))], "orchestrator": [(0, ())],
+        "sampler-0": [(0, (2,))], "sampler-1": [(1, (2,))],
+    }  # fmt: skip
+
+
+def test_a_world_that_fits_a_host_leaves_the_other_one_whole() -> None:
+    eight = tuple(range(8))
+    assert stands(
+        model={"heads": 8, "head_dim": 16},
+        processes={"trainers": 2, "samplers": 1},
+        mesh={"trainer": {"data": 8}, "sampler": {"tensor": 8}},
+        trainer={"rows_per_microbatch": 8},
+        launch={"chip": "h200", "trainer": hosts(2, 8)},
+    ) == {
+        "trainer": [(0, eight[:4]), (0, eight[4:])], "orchestrator": [(0, ())],
+        "sampler-0": [(1, eight)],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

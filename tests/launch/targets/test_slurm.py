@@ -6,17 +6,22 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from launch.cli import main
-from rl_jax.replay import events
-from rl_jax.replay.log import merged
 from tests.fakes import slurm
+from tests.fakes.jobs import (
+    DEADLINE_S,
+    batch_pid,
+    ended,
+    left_of,
+    said,
+    submitted,
+    until,
+    updates_done,
+)
 from tests.fakes.processes import alive
 
 CONFIG = """
@@ -55,7 +60,6 @@ first_port = {port}
 trainer = {{ count = 1, devices = 1 }}
 sampler = {{ count = 1, devices = {samplers} }}
 """
-DEADLINE_S = 900.0
 
 slow = pytest.mark.slow
 
@@ -70,61 +74,12 @@ def rendered(tmp_path: Path, updates: int, *more: str, samplers: int = 2) -> Pat
     return out
 
 
-@contextmanager
-def submitted(out: Path) -> Iterator[subprocess.Popen[str]]:
-    """The job, from `sbatch` on; whatever happens, nothing is left of it."""
-    env = slurm.install(out.parent / "bin", sys.executable)
-    job = subprocess.Popen(
-        ["sbatch", "job.sh"], cwd=out, env=env, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield job
-    finally:
-        if job.poll() is None:
-            os.killpg(batch_pid(out), signal.SIGKILL)
-            for pid in slurm.read_pids(out).values():
-                if alive(pid):
-                    os.kill(pid, signal.SIGKILL)
-        job.kill()
-        job.wait()
-
-
-def batch_pid(out: Path) -> int:
-    return int((out.parent / "bin" / "state" / "batch.pid").read_text())
-
-
-def said(out: Path) -> str:
-    logs = sorted(out.glob("*.log")) + sorted(out.glob("logs/attempt_*/*.log"))
-    return "\n".join(f"== {log.name}\n{log.read_text()}" for log in logs)
-
-
-def updates_done(out: Path) -> list[int]:
-    if not (out / "run" / "FORMAT").exists():
-        return []
-    entries = merged(out / "run")
-    return [entry.event.step for entry in entries if isinstance(entry.event, events.UpdateDone)]
-
-
-def until(holds: Callable[[], bool], job: subprocess.Popen[str], out: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert job.poll() is None, said(out)
-        assert time.monotonic() < deadline, said(out)
-        time.sleep(0.1)
-
-
-def ended(out: Path, attempt: int) -> list[str]:
-    """What each host ended with, as it wrote it."""
-    files = sorted((out / "logs" / f"attempt_{attempt}").glob("status-*"))
-    return [file.read_text().strip() for file in files]
-
-
 def check_over(out: Path, updates: int) -> None:
     """Every update is on record, and neither a process nor the token is left anywhere."""
     summary = json.loads((out / "run" / "summary.json").read_text())
     assert summary["steps"] == updates
     assert sorted(set(updates_done(out))) == list(range(1, updates + 1))
-    assert not any(map(alive, slurm.read_pids(out).values()))
+    assert not left_of(out)
     token = out / "token"
     assert token.stat().st_mode & 0o777 == 0o600
     secret = token.read_bytes()
@@ -195,7 +150,7 @@ def test_a_lost_node_is_a_requeue(tmp_path: Path) -> None:
         until(lambda: not alive(sampler), job, out)
         assert job.wait(DEADLINE_S) == 0, said(out)
     log = (out / "job-7.log").read_text()
-    assert "a host ended with 137" in log and "attempt 1: ended with 0" in log
+    assert "host 1 ended with 137" in log and "attempt 1: ended with 0" in log
     check_over(out, 24)
 
 
@@ -210,7 +165,7 @@ case $* in
 esac
 trap 'sleep 0.3; echo told >"told-$attempt-$host"; exit 42' TERM
 if [ "$host" = 0 ]; then touch "began-$attempt"; fi
-for ((i = 0; i < 100; i++)); do
+for ((i = 0; i < 3000; i++)); do
     if [ -e "began-$attempt" ]; then
         play=$(sed -n "$((host + 1))p" "plays-$attempt")
         case $play in
@@ -226,15 +181,17 @@ exit 3
 
 
 def played(
-    tmp_path: Path, *attempts: str, trainers: int = 1, early: bool = False
+    tmp_path: Path, *attempts: str, trainers: int = 1, early: bool = False, restarts: int = 3
 ) -> tuple[int, str, Path]:
     """The job's status, what it said, and its directory, where its two hosts do as told in every
     attempt: what they end with or, with words, run until they are told."""
     out = rendered(tmp_path, 2, samplers=1)
     settings = (out / "job.env").read_text()
+    settings = settings.replace("MAX_RESTARTS=3", f"MAX_RESTARTS={restarts}")
     if trainers == 2:
-        changed = settings.replace("TRAINER_HOSTS=1", "TRAINER_HOSTS=2")
-        (out / "job.env").write_text(changed.replace("SAMPLER_HOSTS=1", "SAMPLER_HOSTS=0"))
+        settings = settings.replace("TRAINER_HOSTS=1", "TRAINER_HOSTS=2")
+        settings = settings.replace("SAMPLER_HOSTS=1", "SAMPLER_HOSTS=0")
+    (out / "job.env").write_text(settings)
     for index, plays in enumerate(attempts):
         (out / f"plays-{index}").write_text(plays.replace("/", "\n") + "\n")
     if early:
@@ -266,6 +223,15 @@ def test_a_crash_counts_though_others_stop(tmp_path: Path, trainers: int) -> Non
     assert status == 1 and said.count("ended with 1\n") == 8 and said.count("requeue") == 3
     assert "no more restarts" in said and ended(out, 3) == ["42", "1"]
     assert (out / "told-3-0").exists()
+
+
+def test_a_notice_is_no_crash(tmp_path: Path) -> None:
+    """One restart is allowed: notices need none, and the second crash is one too many."""
+    plays = ["notice/goes on"] * 3 + ["goes on/1", "notice/goes on", "goes on/1"]
+    status, said, _ = played(tmp_path, *plays, restarts=1)
+    ends = re.findall(r"attempt \d: ended with (\d+)$", said, re.MULTILINE)
+    assert ends == ["42", "42", "42", "1", "42", "1"] and said.count("requeue") == 5
+    assert status == 1 and "no more restarts (MAX_RESTARTS=1)" in said
 
 
 @pytest.mark.parametrize("plays", ["2/goes on", "goes on/2"])
