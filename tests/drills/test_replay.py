@@ -1,5 +1,6 @@
 """A run's record alone gives its updates again, bit for bit, and a record that was touched not."""
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,15 +106,17 @@ def test_one_flipped_bit_of_a_log_probability_is_found(run: Run) -> None:
 
 def test_another_order_of_a_batch_is_found(run: Run) -> None:
     """Sums of floats hang on their order; where two groups' places in the packed rows change, so
-    does at least one of loss, gradient and weights."""
+    does at least one of loss, gradient and weights, if the groups teach anything: so every batch
+    is turned, for some may have equal rewards."""
 
     def turned(event: events.Event) -> events.Event:
-        if isinstance(event, events.BatchTaken) and event.step == 2:
+        if isinstance(event, events.BatchTaken):
             return replace(event, groups=event.groups[::-1])
         return event
 
     rewrite_journal(run, turned)
-    assert replayed(run).first_difference.startswith(("update 2: ", "version 1 (update 2): "))
+    first = replayed(run).first_difference
+    assert re.match(r"(update [1-5]|version [1-3] \(update [1-5]\)): ", first), first
 
 
 def test_another_batch_is_found(run: Run) -> None:

@@ -116,8 +116,9 @@ class Run:
         }
 
 
-def check_journal(run: Run) -> None:
-    """What a journal must tell of a run that ended well, in one go or in several."""
+def check_journal(run: Run, *, killed: bool = False) -> None:
+    """What a journal must tell of a run that ended well, in one go or in several; `killed` where a
+    process had no time to write what it still held."""
     put: dict[events.GroupId, int] = {}
     settled: set[events.GroupId] = set()
     versions: list[int] = []
@@ -151,7 +152,7 @@ def check_journal(run: Run) -> None:
     assert [*dict.fromkeys(e.step for e in run.told(events.UpdateDone))] == steps
     assert versions == list(range(len(versions))), "every version once, in order"
     check_rollouts(run)
-    check_trajectories(run)
+    check_trajectories(run, killed=killed)
 
 
 def check_rollouts(run: Run) -> None:
@@ -173,15 +174,17 @@ def check_rollouts(run: Run) -> None:
     assert len(under_way) * run.config.trainer.group_size <= run.config.rollout.in_flight
 
 
-def check_trajectories(run: Run) -> None:
-    """Each rollout that ended is in the trajectory log once, with the fate the journal tells."""
+def check_trajectories(run: Run, *, killed: bool = False) -> None:
+    """Each rollout that ended is in the trajectory log once, with the fate the journal tells. Where
+    a process was `killed`, one of a group that was not put yet may be missing."""
     fates: dict[RolloutKey, Fate] = {}
     for trajectory, fate, _ in originals(run.path, run.journal()):
         if fate.kind is not Kind.EVALUATED:
             assert trajectory.key not in fates, "once"
             fates[trajectory.key] = fate
     done = {e.key: e for e in run.told(events.RolloutDone)}
-    assert fates.keys() == done.keys()
+    assert fates.keys() <= done.keys() if killed else fates.keys() == done.keys()
+    assert {e.group for e in run.told(events.GroupPut)} == run.groups().keys()
     for key, fate in fates.items():
         assert (fate.kind is Kind.FAILED) == (done[key].status == Status.FAILED)
     trained = {g: e.step for e in run.told(events.BatchTaken) for g in e.groups}

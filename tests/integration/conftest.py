@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch import build, local
-from launch.resume import seconds_on_record
+from launch.report.data import seconds_on_record
 from rl_jax.config.load import resolved
 from rl_jax.config.run import RunConfig
 from rl_jax.replay.log import write_format
