@@ -8,24 +8,22 @@ checkpoint (start it again), 134 a peer of a world is lost (start all again), 1 
 import argparse
 import asyncio
 import os
-import stat
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from launch.engine.base import GroupSpec, ProcessSpec
+from launch.engine.base import GroupSpec
 from launch.engine.local import LocalEngine
-from launch.engine.world import Place
-from launch.env_table import over
 from launch.failure import first_cause
-from launch.processes import BACKOFF_S, ENTRY
-from launch.roles.base import TOKEN, Addresses, Role
-from launch.run_directory import create_run_at_once
-from launch.spec import ATTEMPTS, LaunchPlan, Process, RoleGroup, members
+from launch.processes import BACKOFF_S
+from launch.report.data import seconds_on_record
+from launch.roles.base import Role
+from launch.run_directory import create_run
+from launch.site import Site, addresses_of, read_site, specs_of
+from launch.spec import LaunchPlan, Process, RoleGroup, members
 from launch.supervisor import Restart, RoleFailed, Supervisor
 from launch.supervisor import Role as Kept
 from rl_jax.config.base import UserError
@@ -34,25 +32,12 @@ from rl_jax.replay import events
 from rl_jax.replay.log import Clock, ProgramLog, open_log
 
 STOPPED, PEER_LOST = 42, 134
-HOSTS, HOSTS_FILE = "RL_JAX_HOSTS", "RL_JAX_HOSTS_FILE"
-"""The hosts by index: with commas between, or the file that has one in each line."""
-TOKEN_FILE = "RL_JAX_TOKEN_FILE"
-ATTEMPT = "RL_JAX_ATTEMPT"
-"""How often the job was started before."""
 ALIVE = "RL_JAX_ALIVE"
 """A file to touch while all is well, for who looks at its age."""
 LOOK_S = 0.5
 """How often the shared directory is looked at."""
 DONE = "summary.json"
 """Written last: who has it knows that the run is over."""
-
-
-class Site(NamedTuple):
-    """Where this process is, and where the others are."""
-
-    hosts: tuple[str, ...]
-    token: str
-    attempt: int
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +61,7 @@ def run(given: argparse.Namespace) -> int:
     leads = any(group.name == "trainer" and process.rank == 0 for group, process in mine)
     if leads and not run_dir.exists():
         text = Path("config.toml").read_text(encoding="utf-8")
-        create_run_at_once(run_dir, load(Path("config.toml")), text)
+        create_run(run_dir, load(Path("config.toml")), text)
     _await_run(run_dir, mine[0][0].deadlines.start_s)
     try:
         completed = asyncio.run(_supervise(plan, site, mine, run_dir))
@@ -103,51 +88,6 @@ def read_plan(path: Path) -> LaunchPlan:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "not what `rl-jax render` writes"
         raise UserError(f"{path}: no plan of a launch ({why})") from None
-
-
-def read_site(plan: LaunchPlan) -> Site:
-    """From the environment. UserError for a missing or open token and for a wrong list of hosts."""
-    hosts = _hosts(len(plan.hosts))
-    attempt = os.environ.get(ATTEMPT) or "0"
-    if not attempt.isdecimal():
-        raise UserError(f"{ATTEMPT} = {attempt}: needs a number of earlier starts")
-    return Site(hosts, _token(), int(attempt))
-
-
-def _hosts(count: int) -> tuple[str, ...]:
-    told = os.environ.get(HOSTS, "")
-    if not told and (file := os.environ.get(HOSTS_FILE)):
-        try:
-            told = Path(file).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{HOSTS_FILE} = {file}: cannot be read ({error.strerror})") from None
-    found = tuple(told.replace(",", " ").split())
-    if not found and count == 1:
-        return ("127.0.0.1",)
-    if len(found) != count:
-        raise UserError(f"{HOSTS} names {len(found)} hosts, the plan has {count}")
-    return found
-
-
-def _token() -> str:
-    if token := os.environ.get(TOKEN):
-        return token
-    file = os.environ.get(TOKEN_FILE)
-    if not file:
-        raise UserError(
-            f"no token: {TOKEN_FILE} names a file of mode 600 that all hosts see, or a secret sets "
-            f"{TOKEN}"
-        )
-    try:
-        mode = stat.S_IMODE(os.stat(file).st_mode)
-        token = Path(file).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UserError(f"{TOKEN_FILE} = {file}: cannot be read ({error.strerror})") from None
-    if mode & 0o077:
-        raise UserError(f"{file} has mode {mode:o}, so others may read the token: chmod 600 it")
-    if not token:
-        raise UserError(f"{file} is empty, so there is no token")
-    return token
 
 
 Member = tuple[RoleGroup, Process]
@@ -219,8 +159,6 @@ async def _look(supervisor: Supervisor, run_dir: Path) -> None:
 
 def _kept(plan: LaunchPlan, site: Site, mine: Sequence[Member], run_dir: Path) -> list[Kept]:
     """In the order in which they are told to end: the trainer first, so its queue is whole."""
-    from launch.resume import seconds_on_record
-
     began = time.time() - seconds_on_record(run_dir)
     where = addresses_of(plan, site.hosts)
     only_samplers = all(group.kind == "sampler" for group, _ in mine)
@@ -231,14 +169,7 @@ def _kept(plan: LaunchPlan, site: Site, mine: Sequence[Member], run_dir: Path) -
         role = Role(group.name, run_dir, began, where, site.token, placed=True)
         # Several hosts of one world write logs into one directory.
         name = group.name if own[0].rank == 0 else f"{group.name}.{own[0].rank}"
-        specs = tuple(
-            ProcessSpec(
-                ENTRY,
-                over(process.env, os.environ) | _world(group, process, site) | role.to_env(),
-            )
-            for process in own
-        )
-        spec = GroupSpec(name, specs, grace_s=group.deadlines.stop_s)
+        spec = GroupSpec(name, specs_of(group, own, role, site), grace_s=group.deadlines.stop_s)
         alone = group.restarted_with == "host"
         restart = Restart(group.restarts if alone else 0, group.window_s, BACKOFF_S)
         ends = group.kind != "sampler" or only_samplers
@@ -248,28 +179,6 @@ def _kept(plan: LaunchPlan, site: Site, mine: Sequence[Member], run_dir: Path) -
 
 def _same(spec: GroupSpec, attempt: int) -> GroupSpec:
     return spec
-
-
-def addresses_of(plan: LaunchPlan, hosts: Sequence[str]) -> Addresses:
-    """Where every role serves."""
-
-    def at(process: Process, port: str) -> str:
-        return f"tcp:{hosts[process.host]}:{process.ports[port][0]}"
-
-    first = plan.group("trainer").processes[0]
-    samplers = [group.processes[0] for group in plan.groups if group.kind == "sampler"]
-    served = tuple(at(process, "serve") for process in samplers)
-    return Addresses(at(first, "link"), at(first, "queue"), served)
-
-
-def _world(group: RoleGroup, process: Process, site: Site) -> dict[str, str]:
-    """What a process of a world is told of it; every attempt has other ports."""
-    first = group.processes[0]
-    if "coordinator" not in first.ports:
-        return {}
-    at = [first.ports[name][site.attempt % ATTEMPTS] for name in ("coordinator", "channel")]
-    served = [f"{site.hosts[first.host]}:{port}" for port in at]
-    return Place(process.rank, len(group.processes), *served).to_env()
 
 
 def _started(log: ProgramLog, role: str, pid: int) -> None:

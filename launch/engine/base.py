@@ -47,6 +47,8 @@ class GroupSpec:
     name: str
     processes: tuple[ProcessSpec, ...]
     grace_s: float
+    first: int = 0
+    """What the log of the first process is numbered, where those before it are elsewhere."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):

@@ -23,11 +23,9 @@ from launch.engine.base import (
     ProcessEvent,
     ProcessSpec,
     Resources,
-    Started,
-    cause,
     child_env,
 )
-from launch.engine.exits import in_words
+from launch.engine.history import History
 from launch.engine.wire import exchange, frame
 
 REAP_S = 30.0
@@ -54,16 +52,9 @@ class LocalGroup:
 
     def __init__(self, spec: GroupSpec, members: Sequence[_Member], token: str) -> None:
         self._spec, self._members, self._token = spec, members, token
-        self._events: list[ProcessEvent] = [Started(pid) for pid in self.pids]
-        self._exits: dict[int, Exited] = {}
-        self._changed = asyncio.Event()
-        self._ended = asyncio.Event()
+        self._history = History(spec.name, self.pids, spec.grace_s, self.kill)
         self._terminated = False
-        self._ending: asyncio.Task[None] | None = None
-        self._stuck: TimeoutError | None = None
         self._watches = [asyncio.create_task(self._watch(i)) for i in range(len(members))]
-        if not members:
-            self._ended.set()
 
     @property
     def name(self) -> str:
@@ -75,7 +66,7 @@ class LocalGroup:
 
     @property
     def alive(self) -> bool:
-        return not self._ended.is_set()
+        return not self._history.over
 
     def log(self, index: int) -> Path:
         return self._members[index].log
@@ -98,32 +89,23 @@ class LocalGroup:
             raise CallFailed(f"{self.name}: {function}(): {reply.get('error', 'an empty answer')}")
         return reply["result"]
 
-    async def events(self) -> AsyncIterator[ProcessEvent]:
-        told = 0
-        while True:
-            while told < len(self._events):
-                told += 1
-                yield self._events[told - 1]
-            if self._ended.is_set():
-                return
-            if self._stuck:
-                raise self._stuck
-            await self._changed.wait()
+    def events(self) -> AsyncIterator[ProcessEvent]:
+        return self._history.events()
 
     async def kill(self, grace_s: float) -> None:
         if not self._terminated:
             self._terminated = True
             self._signal(signal.SIGTERM)
-        if await self._ends_within(grace_s):
+        if await self._history.ends_within(grace_s):
             return
         self._signal(signal.SIGKILL)
-        if not await self._ends_within(REAP_S):
-            pids = [pid for i, pid in enumerate(self.pids) if i not in self._exits]
+        if not await self._history.ends_within(REAP_S):
+            pids = [pid for i, pid in enumerate(self.pids) if i not in self._history.exits]
             raise TimeoutError(f"{self.name}: pids {pids} did not end {REAP_S:g} s after KILL")
 
     async def _exchange(self, function: str, request: bytes) -> dict[str, Any]:
-        if self._exits:
-            raise GroupDied(self._obituary())
+        if self._history.exits:
+            raise GroupDied(self._history.obituary())
         try:
             return await exchange(self._members[0].control, request)
         except ValueError as error:
@@ -131,63 +113,30 @@ class LocalGroup:
         except (OSError, EOFError):
             # The process no longer serves, so it is about to end: then it is known how.
             await asyncio.wait([self._watches[0]])
-            raise GroupDied(self._obituary()) from None
-
-    def _obituary(self) -> str:
-        return f"{self.name} has ended: {in_words(cause(list(self._exits.values())))}"
+            raise GroupDied(self._history.obituary()) from None
 
     def _signal(self, number: signal.Signals) -> None:
         for index, member in enumerate(self._members):
-            if index not in self._exits:
+            if index not in self._history.exits:
                 member.signal(number)
-
-    async def _ends_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._ended.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def _watch(self, index: int) -> None:
         member = self._members[index]
         code = await member.process.wait()
         os.close(member.lifeline)
         member.signal(signal.SIGKILL)  # what it left behind
-        self._tell(Exited(index, member.process.pid, code))
-
-    def _tell(self, exited: Exited) -> None:
-        self._events.append(exited)
-        self._exits[exited.index] = exited
-        if len(self._exits) == len(self._members):
-            self._ended.set()
-        elif len(self._exits) == 1:
-            self._ending = asyncio.create_task(self._end_the_rest(exited))
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _end_the_rest(self, first: Exited) -> None:
-        """After an orderly exit the others have time to follow it by themselves."""
-        if first.code == 0 and await self._ends_within(self._spec.grace_s):
-            return
-        try:
-            await self.kill(self._spec.grace_s)
-        except TimeoutError as error:
-            self._stuck = error
-            self._wake()
+        self._history.tell(Exited(index, member.process.pid, code))
 
 
 class LocalEngine:
     """`Engine` of child processes; what they print goes to `run_dir`/logs/GROUP-INDEX.log.
 
-    Used on one event loop. A child is not told to end when this process is killed: it notices
-    (`launch.engine.child`).
+    They inherit `environ`. Used on one event loop. A child is not told to end when this process is
+    killed: it notices (`launch.engine.child`).
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, environ: Mapping[str, str] = os.environ) -> None:
+        self._environ = environ
         self._logs = run_dir / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._sockets = Path(tempfile.mkdtemp(prefix="rl-jax-", dir=_SOCKETS))  # mode 0700
@@ -205,7 +154,7 @@ class LocalEngine:
         self._groups[spec.name] = None
         members: list[_Member] = []
         try:
-            for index, process in enumerate(spec.processes):
+            for index, process in enumerate(spec.processes, spec.first):
                 members.append(await self._spawn(f"{spec.name}-{index}", process))
             if self._closed:
                 raise RuntimeError(f"{spec.name}: the engine was closed meanwhile")
@@ -249,7 +198,7 @@ class LocalEngine:
                     stdin=read_end,
                     stdout=output,
                     stderr=asyncio.subprocess.STDOUT,
-                    env=child_env(os.environ, spec, own),
+                    env=child_env(self._environ, spec, own),
                     start_new_session=True,
                     pass_fds=(listener.fileno(),),
                 )

@@ -26,6 +26,11 @@ def frame(message: Mapping[str, Any]) -> bytes:
     return _LENGTH.pack(_allowed(len(payload))) + payload
 
 
+def unframed(message: bytes) -> dict[str, Any]:
+    """What `frame` was given, where all of its bytes are there."""
+    return msgpack.unpackb(memoryview(message)[_LENGTH.size :])
+
+
 async def read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
     """Raises ValueError for anything but a map of at most MAX_MESSAGE bytes, EOFError (asyncio's
     IncompleteReadError) where the stream ends before it does."""

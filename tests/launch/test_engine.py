@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -29,22 +29,43 @@ from launch.engine.exits import in_words
 from launch.engine.local import LocalEngine, LocalGroup
 from launch.engine.wire import MAX_MESSAGE
 from launch.engine.world import Place, Ports
+from rl_jax.replay.log import write_format
 from tests.fakes.processes import Watched
+from tests.fakes.ray import cluster, connected
 from tests.fakes.role import ENV, group, process, script
 from tests.structure.source import modules_after
 
-ENGINES: dict[str, Callable[[Path], Engine]] = {"local": LocalEngine}
 LONG = 60.0
+
+
+def ray_engine(run_dir: Path) -> Engine:
+    from launch.engine.ray import RayEngine
+
+    return RayEngine(run_dir)
+
+
+ENGINES: dict[str, Callable[[Path], Engine]] = {"local": LocalEngine, "ray": ray_engine}
 
 Body = Callable[[Engine], Awaitable[None]]
 Drive = Callable[[Body], None]
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(scope="module")
+def one_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """This process is the driver of a Ray cluster."""
+    node = {"num_cpus": 1}
+    with cluster(tmp_path_factory.mktemp("ray"), node) as made, connected(made):
+        yield
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.ray)])
 def drive(request: pytest.FixtureRequest, tmp_path: Path) -> Drive:
     """Runs a test's body on a new engine and closes it."""
+    if request.param == "ray":
+        request.getfixturevalue("one_node")
 
     async def main(body: Body) -> None:
+        write_format(tmp_path)
         engine = ENGINES[request.param](tmp_path)
         try:
             async with asyncio.timeout(LONG):

@@ -6,7 +6,7 @@ import pytest
 
 from launch import role
 from launch.cli import main
-from launch.role import read_site
+from launch.site import read_site
 from launch.spec import RunSpec, make_plan
 from rl_jax.config.run import RunConfig
 
