@@ -16,8 +16,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from launch import env, preflight, render, role
+from launch import env, preflight, render, role, start
 from launch.code import changed_packages, check_teachers, config_of, located
+from launch.commands import COMMANDS
+from launch.operate import logs, running, status, stop, watch
 from launch.plan.command import add_options as plan_options
 from launch.plan.command import run as plan
 from launch.stop import Stopped
@@ -32,6 +34,7 @@ USER_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT
 DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS})
 """What is wrong with a disk and not with the program."""
+OPERATING = {"status": status, "logs": logs, "watch": watch, "stop": stop}
 NEW_RUN = frozenset({"config.toml", "FORMAT", "code"})
 """What a run's directory holds before anything ran."""
 
@@ -39,86 +42,6 @@ NEW_RUN = frozenset({"config.toml", "FORMAT", "code"})
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
-
-
-_COMMANDS = {
-    "run": (
-        "train the agent that a configuration describes",
-        "Trains the agent that CONFIG describes and leaves the run's whole record in its "
-        "directory. Ctrl-C or SIGTERM stops it with a checkpoint.",
-        "configs/quickstart.toml --set seed=1 --out runs/seed-1",
-    ),
-    "resume": (
-        "go on with a run that was stopped or killed",
-        "Goes on where RUN's last checkpoint and its journal end; no prompt is repeated or "
-        "skipped.",
-        "runs/quickstart",
-    ),
-    "replay": (
-        "rebuild every update of a run and compare digests",
-        "Rebuilds every update of RUN from version 0 and the record alone and compares every "
-        "published version: bit for bit on a machine with the same numerics. Exit status 1 where "
-        "they differ.",
-        "runs/quickstart",
-    ),
-    "report": (
-        "write a run's report.html",
-        "Writes one self-contained page about RUN, which may still be going on.",
-        "runs/quickstart",
-    ),
-    "show": (
-        "print one trajectory turn by turn",
-        "Prints a trajectory of RUN turn by turn: text, token ids, versions, log-probabilities.",
-        "runs/quickstart lookup/12/3",
-    ),
-    "events": (
-        "print a run's journal as JSON lines",
-        "Prints the events of all programs of RUN in the run's order.",
-        "runs/quickstart | head",
-    ),
-    "import": (
-        "take in a checkpoint of Hugging Face's or a GGUF file",
-        "Makes of SOURCE, a Hugging Face directory or a GGUF file of architecture llama with "
-        "byte-level BPE, a version that a run can start from: DIR/0 is for warm_start.snapshot, "
-        "DIR/model.toml holds the section [model], DIR is for task.tokenizer. Killed, it goes on "
-        "where it stopped when called again.",
-        "SmolLM2-135M-Instruct --out checkpoints/smollm2",
-    ),
-    "export": (
-        "write a version as a Hugging Face directory",
-        "Writes SNAPSHOT, a version that came from an import or from a run that began with one, as "
-        "a Hugging Face directory. Killed, it goes on where it stopped when called again.",
-        "runs/smollm2/snapshots/12 --out exported",
-    ),
-    "list": ("list runs", "Lists the runs in DIR with their state.", "runs"),
-    "plan": (
-        "say what a run will take and give: bytes, speed, idle shares, lag",
-        "Prints what trainer and sampler of a configuration hold on one device of their meshes: "
-        "parameters, optimizer and caches are exact, what has a ~ is estimated. Then, from rates "
-        "of a chip or a fitted run, what the run will come to, by formulas and by a seeded "
-        "simulation. Needs no devices.",
-        "quickstart --chip v6e --picture plan.png",
-    ),
-    "render": (
-        "write a launch's scripts or manifests, and start nothing",
-        "Writes the plan of CONFIG's launch, its environment and what starts it on Slurm, GKE or "
-        "TPU VMs into DIR.",
-        "configs/pods/qwen3_8b_h200_8.toml --target slurm --out rendered",
-    ),
-    "preflight": (
-        "check a machine, or all of a launch together, before a run",
-        "Checks versions, clocks, the shared disk, the store of snapshots, ports, shared memory, "
-        "devices and one sum over them; one line each.",
-        "configs/quickstart.toml",
-    ),
-    "role": (
-        "play one machine's part of a launch; called by what render writes",
-        "Plays all roles of a machine (--host) or one (NAME) to the end of the run. Exit status 42 "
-        "where it was stopped and can be started again, 134 where a peer is lost.",
-        "--plan plan.json --host 0",
-    ),
-}
-"""Name -> summary, description, arguments of an example."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
             epilog=f"example: rl-jax {name} {example}",
             allow_abbrev=False,
         )
-        for name, (summary, description, example) in _COMMANDS.items()
+        for name, (summary, description, example) in COMMANDS.items()
     }
     own["run"].add_argument("config", type=Path, metavar="CONFIG", help="TOML file, as in configs/")
     own["run"].add_argument(
@@ -149,7 +72,11 @@ def _parser() -> argparse.ArgumentParser:
         help="replace one value, as in staleness.tau=2; may be given more than once",
     )
     own["run"].add_argument(
-        "--out", type=Path, metavar="DIR", help="run directory, a new one (default: runs/NAME)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="run directory, a new one (default: runs/NAME); with a cluster's --target the "
+        "directory to write the launch into",
     )
     for name in ("resume", "replay", "report", "show", "events"):
         _of_run(own[name])
@@ -160,6 +87,10 @@ def _parser() -> argparse.ArgumentParser:
         "trajectory", metavar="TRAJECTORY", help="task/prompt/sample[/attempt]"
     )
     plan_options(own["plan"])
+    start.add_options(own["run"])
+    start.add_resume_options(own["resume"])
+    for name, command in OPERATING.items():
+        command.add_options(own[name])
     render.add_options(own["render"])
     preflight.add_options(own["preflight"])
     role.add_options(own["role"])
@@ -269,31 +200,31 @@ def leave(status: int) -> NoReturn:
 
 
 def _run(given: argparse.Namespace) -> int:
+    if given.target not in ("local", "ray"):
+        return start.rendered(given)
+    start.check_place(given)
+    render.check_options(given)
     config = located(load(given.config, given.overrides))
     run_dir = given.out or Path("runs") / config.name
     _check_free(run_dir)
-    _prepare(config, given.roles)
-    config = _composed(config)
+    begin = _beginning(config, given)
+    from launch.compose import with_defaults
     from launch.run_directory import create_run
 
+    config = with_defaults(config)
     create_run(run_dir, config, f"# resolved from {given.config}\n{resolved(config)}")
     try:
-        return _start(config, run_dir, given.roles)
+        return begin(config, run_dir, given)
     except BaseException as error:
         if _discard_unused(run_dir) and isinstance(error, Stopped):
             raise error.before_it_began() from None
         raise
 
 
-def _composed(config: RunConfig) -> RunConfig:
-    from launch.compose import with_defaults
-
-    return with_defaults(config)
-
-
 def _resume(given: argparse.Namespace) -> int:
+    start.check_place(given)
     config = config_of(given.run)
-    _prepare(config, given.roles)
+    begin = _beginning(config, given)
 
     from launch.resume import check_resumable, is_finished
 
@@ -301,7 +232,15 @@ def _resume(given: argparse.Namespace) -> int:
     if is_finished(given.run):
         return _finish(config, given.run)
     check_teachers(config, given.run)
-    return _start(config, given.run, given.roles)
+    return begin(config, given.run, given)
+
+
+def _beginning(config: RunConfig, given: argparse.Namespace) -> start.Begin:
+    """What runs it where it is to run, which is found good first."""
+    if given.target == "ray":
+        return start.on_ray()
+    _prepare(config, given.roles)
+    return _begin
 
 
 def _prepare(config: RunConfig, roles: str = "local") -> None:
@@ -315,20 +254,21 @@ def _prepare(config: RunConfig, roles: str = "local") -> None:
     check_ports(config)
 
 
-def _start(config: RunConfig, run_dir: Path, roles: str) -> int:
-    """Runs to the end from wherever the record is."""
+def _begin(config: RunConfig, run_dir: Path, given: argparse.Namespace) -> int:
+    """Runs on this machine to the end from wherever the record is."""
     from launch.local import run_local
     from launch.processes import run_processes
-    from launch.resume import seconds_on_record
+    from launch.report.data import seconds_on_record
 
     display = reporter(sys.stdout)
     began = time.time() - seconds_on_record(run_dir)
-    start = run_local if roles == "local" else run_processes
-    try:
-        start(config, run_dir, display, began=began)
-    finally:
-        display.close()
-    return _finish(config, run_dir)
+    run = run_local if given.roles == "local" else run_processes
+    with running.recorded(run_dir):
+        try:
+            run(config, run_dir, display, began=began)
+        finally:
+            display.close()
+        return _finish(config, run_dir)
 
 
 def _finish(config: RunConfig, run_dir: Path) -> int:
@@ -454,6 +394,7 @@ _ACTIONS = {
     "render": render.run,
     "preflight": preflight.run,
     "role": role.run,
+    **{name: command.run for name, command in OPERATING.items()},
 }
 
 

@@ -20,6 +20,7 @@ from launch.spec import WINDOW_S
 from launch.stop import Stopped
 from launch.supervisor import GRACE_S, Restart, Supervisor
 from launch.supervisor import Role as Kept
+from launch.tails import tell_new
 from launch.terminal import Reporter
 from rl_jax.config.base import UserError
 from rl_jax.config.run import RunConfig
@@ -72,12 +73,12 @@ async def _supervise(config: RunConfig, run_dir: Path, reporter: Reporter, began
     engine = LocalEngine(run_dir)
     roles = _roles(config, run_dir, sockets, began)
     try:
-        async with _relayed(run_dir / "logs", reporter):
+        async with relayed(run_dir / "logs", reporter):
             supervisor = Supervisor(
                 engine,
                 roles,
-                on_started=partial(_started, log),
-                on_ended=partial(_ended, log, reporter),
+                on_started=partial(note_start, log),
+                on_ended=partial(note_end, log, reporter),
             )
             completed = await supervisor.run()
     finally:
@@ -111,18 +112,18 @@ def _roles(config: RunConfig, run_dir: Path, sockets: Path, began: float) -> lis
     return [trainer, kept("orchestrator", ends_run=True), *samplers]
 
 
-def _started(log: ProgramLog, role: str, pid: int) -> None:
+def note_start(log: ProgramLog, role: str, pid: int) -> None:
     log.append(events.ProcessStarted(role, pid))
 
 
-def _ended(log: ProgramLog, reporter: Reporter, role: str, pid: int, code: int) -> None:
+def note_end(log: ProgramLog, reporter: Reporter, role: str, pid: int, code: int) -> None:
     log.append(events.ProcessEnded(role, pid, code))
     if code:
         reporter.note(f"{role} (pid {pid}) ended with {code}")
 
 
 @asynccontextmanager
-async def _relayed(logs: Path, reporter: Reporter) -> AsyncIterator[None]:
+async def relayed(logs: Path, reporter: Reporter) -> AsyncIterator[None]:
     """What the roles print from now on is shown."""
     read = {path: path.stat().st_size for path in logs.glob("*.log")}
     follower = asyncio.create_task(_follow(logs, read, reporter.note))
@@ -132,23 +133,10 @@ async def _relayed(logs: Path, reporter: Reporter) -> AsyncIterator[None]:
         follower.cancel()
         with suppress(asyncio.CancelledError):
             await follower
-        _tell_new(logs, read, reporter.note)
+        tell_new(logs, read, reporter.note)
 
 
 async def _follow(logs: Path, read: dict[Path, int], tell: Callable[[str], None]) -> None:
     while True:
-        _tell_new(logs, read, tell)
+        tell_new(logs, read, tell)
         await asyncio.sleep(FOLLOW_S)
-
-
-def _tell_new(logs: Path, read: dict[Path, int], tell: Callable[[str], None]) -> None:
-    """Whole lines that follow what was read of each log."""
-    for path in sorted(logs.glob("*.log")):
-        with path.open("rb") as file:
-            file.seek(read.get(path, 0))
-            whole, newline, _ = file.read().rpartition(b"\n")
-        if newline:
-            read[path] = read.get(path, 0) + len(whole) + 1
-            role = path.stem.removesuffix("-0")
-            for line in whole.decode("utf-8", errors="replace").splitlines():
-                tell(f"{role}: {line}")

@@ -5,13 +5,16 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from launch.code import located
 from launch.env_table import resolve
-from launch.spec import PLATFORMS, LaunchPlan, RunSpec, make_plan
+from launch.spec import PLATFORMS, LaunchPlan, RunSpec, make_plan, one_process_plan
 from rl_jax.config.base import UserError
 from rl_jax.config.load import load, resolved
 from rl_jax.config.run import RunConfig
 
 TARGETS = ("slurm", "gke", "tpu-vm")
+FORMS = ("jobset", "lws", "rayjob", "pathways")
+IMAGE = "rl-jax"
 SHARED = {"slurm": "run", "gke": "/shared/{name}", "tpu-vm": "/shared/{name}"}
 """A run's directory where none is given; a relative one is below the rendered directory."""
 
@@ -27,23 +30,64 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
         help="replace one value, as in launch.first_port=7000",
     )  # fmt: skip
+    add_target_options(parser)
+
+
+def add_target_options(parser: argparse.ArgumentParser) -> None:
+    """What can be said of a launch on a cluster."""
     parser.add_argument(
         "--run", metavar="RUN", help="the run's directory as all hosts see it (slurm: DIR/run)"
     )
-    parser.add_argument("--image", default="rl-jax", metavar="IMAGE", help="gke: of all containers")
+    parser.add_argument("--image", metavar="IMAGE", help=f"gke: of our containers ({IMAGE})")
+    parser.add_argument(
+        "--as", choices=FORMS, dest="form",
+        help=f"gke: JobSets (default: {FORMS[0]}), LeaderWorkerSets for samplers, a RayJob, or the "
+        "one-process mode on Pathways",
+    )  # fmt: skip
+    for name, what in (("server", "image of workers and manager"), ("proxy", "image of the proxy")):
+        parser.add_argument(f"--{name}", metavar="IMAGE", help=f"pathways: {what}")
+    parser.add_argument(
+        "--scratch", metavar="URL", help="pathways: gs://BUCKET/DIR that is its own"
+    )
     parser.add_argument(
         "--het-group", action="store_true", help="slurm: a component each for trainer and samplers"
     )
 
 
+def check_options(given: argparse.Namespace) -> None:
+    """UserError for an option that the target has no use for."""
+    clusters = ", ".join(TARGETS)
+    pathways = given.server or given.proxy or given.scratch
+    if pathways and given.form != "pathways":
+        raise UserError("--server, --proxy, --scratch: need --as pathways")
+    if given.form == "pathways" and not (given.server and given.proxy and given.scratch):
+        raise UserError("--as pathways: needs --server IMAGE, --proxy IMAGE and --scratch URL")
+    for name, wanted in (
+        ("run", TARGETS),
+        ("image", ("gke",)),
+        ("form", ("gke",)),
+        ("het_group", ("slurm",)),
+    ):
+        if getattr(given, name) and given.target not in wanted:
+            needed = clusters if wanted == TARGETS else wanted[0]
+            option = {"form": "as"}.get(name, name.replace("_", "-"))
+            raise UserError(f"--{option}: needs --target {needed}")
+
+
 def run(given: argparse.Namespace) -> int:
     """Writes everything. UserError for a plan that does not fit, and where DIR exists."""
+    check_options(given)
     config = load(given.config, given.overrides)
     _check(config, given)
     run_dir = given.run or SHARED[given.target].format(name=config.name)
-    plan = make_plan(RunSpec(config, run_dir))
-    text = f"# resolved from {given.config}\n{resolved(_composed(config))}"
+    planned = one_process_plan if given.form == "pathways" else make_plan
+    plan = planned(RunSpec(config, run_dir))
+    from launch.compose import with_defaults  # checks the loss, which takes jax
+
+    text = f"# resolved from {given.config}\n{resolved(with_defaults(located(config)))}"
     written = {**common(config, plan, text), **target_files(plan, given)}
+    if given.form == "pathways":
+        del written["environment.md"]  # no role is placed by the plan
     try:
         given.out.mkdir(parents=True)
         for name, content in written.items():
@@ -66,15 +110,8 @@ def _check(config: RunConfig, given: argparse.Namespace) -> None:
         raise UserError(f'launch.chip = "{config.launch.chip}": --target tpu-vm needs v5p or v6e')
     if given.target == "slurm" and tpu:
         raise UserError(f'launch.chip = "{config.launch.chip}": --target slurm needs h200 or cpu')
-    if given.het_group and (given.target != "slurm" or config.launch.sampler is None):
-        raise UserError("--het-group: needs --target slurm and hosts in launch.sampler")
-
-
-def _composed(config: RunConfig) -> RunConfig:
-    from launch.code import located
-    from launch.compose import with_defaults
-
-    return with_defaults(located(config))
+    if given.het_group and config.launch.sampler is None:
+        raise UserError("--het-group: needs hosts in launch.sampler")
 
 
 def common(config: RunConfig, plan: LaunchPlan, text: str) -> Mapping[str, str]:
@@ -95,6 +132,8 @@ def environment(config: RunConfig, plan: LaunchPlan) -> str:
     ]
     for kind in ("trainer", "sampler", "host"):
         roles = ", ".join(group.name for group in plan.groups if group.kind == kind)
+        if not roles:
+            continue
         lines = [
             f"| `{own.name}` | `{own.value}` | {own.reason} | {own.source} |"
             for own in resolve(platform, kind, config.launch.env, plan.run_dir)
@@ -112,9 +151,11 @@ def target_files(plan: LaunchPlan, given: argparse.Namespace) -> Mapping[str, st
 
             return files(plan, het_group=given.het_group)
         case "gke":
+            from launch.gke.pathways import Images
             from launch.gke.render import files
 
-            return files(plan, image=given.image)
+            own = Images(given.server, given.proxy, given.scratch)
+            return files(plan, given.form or FORMS[0], given.image or IMAGE, own)
         case _:
             from launch.tpu_vm.render import files
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from launch.engine.base import USER_ERROR, Engine, Exited, Group, GroupSpec, Started, cause
 from launch.engine.exits import in_words
+from launch.tails import last_lines
 from rl_jax.config.base import UserError
 
 GRACE_S = 8.0
 """From TERM to KILL, for all roles together: batch systems and preemption often leave 10 s."""
 TAIL_LINES = 20
-_TAIL_BYTES = 1 << 14
 
 
 class RoleFailed(RuntimeError):
@@ -198,8 +198,5 @@ class Supervisor:
 
 
 def _tail(log: Path, lines: int) -> str:
-    """The last `lines` that are not empty."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        text = file.read().decode("utf-8", errors="replace")
-    return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+    """The last `lines` that are not empty; none where the log is not on a disk of this machine."""
+    return "\n".join(last_lines(log, lines)) if log.exists() else ""

@@ -213,8 +213,8 @@ class LiveReporter:
         return Group(head, table)
 
 
-def reporter(stream: Stream) -> Reporter:
+def reporter(stream: Stream, clock: Clock = time.monotonic) -> Reporter:
     """The display that suits `stream`."""
     if stream.isatty():
-        return LiveReporter(Console(file=stream))
-    return PlainReporter(stream)
+        return LiveReporter(Console(file=stream), clock)
+    return PlainReporter(stream, clock)

@@ -15,10 +15,13 @@ from rl_jax.metrics.trace import FOLDER, Span, read_spans
 from rl_jax.metrics.writers import read as read_metrics
 from rl_jax.replay.events import Event
 from rl_jax.replay.fates import Recorded
+from rl_jax.replay.journal import LOCK
 from rl_jax.replay.log import Entry, merged
 from rl_jax.replay.trajectory_log import read_trajectories
 from rl_jax.trajectories.types import Trajectory
 
+RUNNING = "running.json"
+"""Tells who runs a run, and is locked by it (`launch/operate/running.py`)."""
 Label = Callable[[Trajectory], str]
 """What kind of task a trajectory was at, as in "hops=3"."""
 
@@ -102,13 +105,28 @@ def spans(run_dir: Path) -> tuple[Span, ...]:
     return tuple(sorted((span for path in paths for span in read_spans(path)), key=lambda s: s[3]))
 
 
+def seconds_on_record(run_dir: Path) -> float:
+    """How long the run went on before, by its last update and the last of its traces."""
+    path = run_dir / "metrics.jsonl"
+    written = read_metrics(path)[-1:] if path.exists() else []
+    ends = [line[names.WALL_SECONDS] for line in written]
+    ends += [span.end for span in spans(run_dir)]
+    return float(max(ends, default=0.0))
+
+
 def is_running(run_dir: Path) -> bool:
-    """Whether a program of the run still writes: each holds its journal's directory locked."""
-    return any(map(_locked, sorted((run_dir / "journal").glob("*/"))))
+    """Whether a program of the run still writes: each holds its journal locked, and who runs all
+    of them in one process, or started them, holds `RUNNING` from before there are any. Files, so
+    that other hosts of a shared disk know, too."""
+    return any(map(locked, (run_dir / RUNNING, *sorted(run_dir.glob(f"journal/*/{LOCK}")))))
 
 
-def _locked(directory: Path) -> bool:
-    descriptor = os.open(directory, os.O_RDONLY)
+def locked(path: Path) -> bool:
+    """Whether a process holds a file; False where it is not there."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

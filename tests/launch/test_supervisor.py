@@ -129,6 +129,18 @@ def test_beyond_its_restarts_a_role_ends_the_run(tmp_path: Path) -> None:
     assert told.codes("trainer") == [-signal.SIGTERM]
 
 
+def test_a_log_on_another_machines_disk_is_named(tmp_path: Path) -> None:
+    """As of a role that a node of a cluster keeps."""
+    engine, log = LocalEngine(tmp_path), tmp_path / "logs" / "t-0.log"
+    code = "import os, sys; os.unlink(sys.argv[1]); sys.exit(int(sys.argv[2]))"
+    mistaken, lost = (role("t", script(code, str(log), status), ends_run=True) for status in "21")
+    with pytest.raises(UserError, match=f"^see {log}$"):
+        run(engine, Supervisor(engine, [mistaken]).run())
+    engine = LocalEngine(tmp_path)
+    with pytest.raises(RoleFailed, match="exited with 1"):
+        run(engine, Supervisor(engine, [lost]).run())
+
+
 def test_a_signal_is_named(tmp_path: Path) -> None:
     engine = LocalEngine(tmp_path)
     dies = script("import os; os.kill(os.getpid(), 11)")
