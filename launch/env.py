@@ -5,8 +5,12 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+
+from rl_jax.config.base import UserError
 
 VIRTUAL_DEVICES = 8
 """The most devices that one CPU is split into without being asked."""
@@ -27,9 +31,17 @@ def xla_flags(environ: Mapping[str, str], devices: int) -> str:
 
 
 def prepare(devices: int) -> None:
-    """Sets XLA_FLAGS; without effect, and therefore not done, once jax is imported."""
+    """Sets XLA_FLAGS; without effect, and therefore not done, once jax is imported.
+
+    Where devices are behind a proxy (Pathways), jax is told of it; UserError where what does that
+    is not installed.
+    """
     if "jax" not in sys.modules:
         os.environ["XLA_FLAGS"] = xla_flags(os.environ, devices)
+    if "proxy" in os.environ.get("JAX_PLATFORMS", "").split(","):
+        if find_spec("pathwaysutils") is None:
+            raise UserError("JAX_PLATFORMS = proxy: needs the package pathwaysutils in the image")
+        import_module("pathwaysutils").initialize()
 
 
 def available_devices() -> int:

@@ -51,6 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", type=Path, help="plan.json: all hosts check together ...")
     parser.add_argument("--host", type=int, metavar="N", default=0, help="... this one being N")
     parser.add_argument(
+        "--alone", action="store_true", help="with --plan: this host, without the others"
+    )
+    parser.add_argument(
         "--no-devices", action="store_true", help="leave the devices alone: others use them"
     )
 
@@ -64,7 +67,7 @@ def run(given: argparse.Namespace) -> int:
         plan, beside = make_plan(RunSpec(config, f"runs/{config.name}")), Path.cwd()
     if not 0 <= given.host < len(plan.hosts):
         raise UserError(f"--host {given.host}: the plan has {len(plan.hosts)} hosts")
-    together = bool(given.plan) and len(plan.hosts) > 1
+    together = bool(given.plan) and not given.alone and len(plan.hosts) > 1
     checks: list[Callable[[], str]] = [
         lambda: check_ports(_ports(plan, given.host)),
         lambda: check_memory(Path("/dev/shm")),
@@ -113,7 +116,8 @@ def check_store(where: Path, host: int) -> str:
     """Snapshots can be written, read and deleted beside the run's directory."""
     while not where.exists():
         where = where.parent
-    made = where / f".preflight-{host}-{os.getpid()}"
+    # Containers of several hosts have the same pids.
+    made = where / f".preflight-{host}-{secrets.token_hex(4)}"
     payload = os.urandom(1 << 16)
     try:
         made.mkdir(parents=True)

@@ -5,15 +5,21 @@ sampler is one of its own also because replicas of one TPU job would be told tha
 one job.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from launch.gke.pods import Manifest, Pods, template
-from launch.spec import RoleGroup
+from launch.gke.pods import Manifest, Pods, template, told
+from launch.spec import LaunchPlan, RoleGroup
 
 USER_ERROR, AGAIN = 2, 42
 API = "jobset.x-k8s.io/v1alpha2"
 DRIVER = "driver"
 """The replicated job of the orchestrator."""
+QUEUE = {"kueue.x-k8s.io/queue-name": "rl-jax"}
+RANK = "$(JOB_COMPLETION_INDEX)"
+ENV = (
+    told("JOB_COMPLETION_INDEX", "annotations['batch.kubernetes.io/job-completion-index']"),
+    told("RL_JAX_ATTEMPT", "labels['jobset.sigs.k8s.io/restart-attempt']"),
+)
 
 
 def host_names(name: str, trainers: int, samplers: int) -> tuple[str, ...]:
@@ -28,16 +34,15 @@ def trainer(pods: Pods) -> Manifest:
     orchestrator has a pod on a node without devices."""
     plan = pods.plan
     hosts = [host for host in plan.hosts if host.pool == "trainer"]
-    rank = "$(JOB_COMPLETION_INDEX)"
     if not apart(pods):
         standing = {process.host for group in plan.groups for process in group.processes}
-        own = template(pods, "trainer", ("--host", rank), plan.groups)
-        return _jobset(pods, pods.name, [("trainer", len(standing), own)])
+        own = template(pods, "trainer", ("--host", RANK), plan.groups, RANK, ENV)
+        return jobset(pods, pods.name, [("trainer", len(standing), own)])
     world = plan.group("trainer")
     driver = plan.group("orchestrator")
-    own = template(pods, "trainer", ("--rank", rank, "trainer"), [world])
-    beside = template(pods, "host", ("orchestrator",), [driver])
-    return _jobset(pods, pods.name, [("trainer", len(hosts), own), (DRIVER, 1, beside)])
+    own = template(pods, "trainer", ("--rank", RANK, "trainer"), [world], RANK, ENV)
+    beside = template(pods, "host", ("orchestrator",), [driver], "0", ENV)
+    return jobset(pods, pods.name, [("trainer", len(hosts), own), (DRIVER, 1, beside)])
 
 
 def apart(pods: Pods) -> bool:
@@ -49,63 +54,88 @@ def apart(pods: Pods) -> bool:
 
 def samplers(pods: Pods) -> list[Manifest]:
     """A JobSet for every host of samplers."""
-    plan = pods.plan
     found = []
-    for index, host in enumerate(host for host in plan.hosts if host.pool == "sampler"):
-        standing = _on(plan.groups, host.index)
-        if standing:
-            own = template(pods, "sampler", ("--host", str(host.index)), standing)
-            found.append(_jobset(pods, f"{pods.name}-s{index}", [("sampler", 1, own)]))
+    for name, host, standing in sampler_hosts(pods):
+        own = template(pods, "sampler", ("--host", host), standing, host, ENV)
+        found.append(jobset(pods, name, [("sampler", 1, own)]))
     return found
+
+
+def sampler_hosts(pods: Pods) -> Iterator[tuple[str, str, list[RoleGroup]]]:
+    """(name of its own, index in the plan, what stands there) of each host of samplers."""
+    plan = pods.plan
+    for number, host in enumerate(host for host in plan.hosts if host.pool == "sampler"):
+        if standing := _on(plan.groups, host.index):
+            yield f"{pods.name}-s{number}", str(host.index), standing
 
 
 def _on(groups: Sequence[RoleGroup], host: int) -> list[RoleGroup]:
     return [group for group in groups if any(p.host == host for p in group.processes)]
 
 
-def _jobset(pods: Pods, name: str, jobs: Sequence[tuple[str, int, Manifest]]) -> Manifest:
+def jobset(pods: Pods, name: str, jobs: Sequence[tuple[str, int, Manifest]]) -> Manifest:
+    """Jobs that are started again together, each of `count` pods."""
     return {
         "apiVersion": API,
         "kind": "JobSet",
-        "metadata": {"name": name, "labels": {"kueue.x-k8s.io/queue-name": "rl-jax"}},
+        "metadata": {"name": name, "labels": QUEUE},
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True,
                         "subdomain": name},
-            "failurePolicy": {
-                "maxRestarts": pods.plan.group("trainer").restarts,
-                "rules": [
-                    # What the user got wrong, as podFailurePolicy tells it.
-                    {"name": "mistake", "action": "FailJobSet",
-                     "onJobFailureReasons": ["PodFailurePolicy"]},
-                ],
-            },
+            "failurePolicy": failure_policy(pods),
             "successPolicy": {"operator": "All"},
             "replicatedJobs": [
-                {"name": job, "replicas": 1, "template": _job(count, own)}
+                {"name": job, "replicas": 1,
+                 "template": one_slice(pods.plan, count) | _job(count, own)}
                 for job, count, own in jobs
             ],
         },
     }  # fmt: skip
 
 
+def failure_policy(pods: Pods) -> Manifest:
+    """Of a JobSet: all is started again, unless it is the user's mistake."""
+    return {
+        "maxRestarts": pods.plan.group("trainer").restarts,
+        "rules": [
+            # As podFailurePolicy tells it.
+            {"name": "mistake", "action": "FailJobSet",
+             "onJobFailureReasons": ["PodFailurePolicy"]},
+        ],
+    }  # fmt: skip
+
+
+def one_slice(plan: LaunchPlan, count: int) -> Manifest:
+    """What keeps the `count` pods of a job on the hosts of one slice, which is a pool of nodes."""
+    if plan.chip == "h200" or count == 1:
+        return {}
+    pool = "cloud.google.com/gke-nodepool"
+    return {"metadata": {"annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": pool}}}
+
+
 def _job(count: int, own: Manifest) -> Manifest:
     """`count` pods that fail together: a JobSet restarts what one of its jobs cannot go on with."""
-    container = own["spec"]["containers"][0]["name"]
-    rules = [
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        # Stopped with a checkpoint: another pod goes on, and it does not count as a failure.
-        {"action": "Ignore",
-         "onExitCodes": {"containerName": container, "operator": "In", "values": [AGAIN]}},
-        {"action": "FailJob",
-         "onExitCodes": {"containerName": container, "operator": "In", "values": [USER_ERROR]}},
-    ]  # fmt: skip
     return {
         "spec": {
             "completionMode": "Indexed",
             "completions": count,
             "parallelism": count,
             "backoffLimit": 0,
-            "podFailurePolicy": {"rules": rules},
+            "podFailurePolicy": pod_failure_policy([AGAIN]),
             "template": own,
         }
     }
+
+
+def pod_failure_policy(orderly: Sequence[int], container: str | None = None) -> Manifest:
+    """Of a job: another pod goes on where one was evicted or stopped with a checkpoint, which are
+    the statuses `orderly`, and does not count; what is the user's mistake fails the job. Statuses
+    are those of `container`, or of every one, what comes before the role included."""
+    own = {} if container is None else {"containerName": container}
+    disrupted = [{"type": "DisruptionTarget", "status": "True"}]
+    rules = [
+        {"action": "Ignore", "onPodConditions": disrupted},
+        {"action": "Ignore", "onExitCodes": own | {"operator": "In", "values": [*orderly]}},
+        {"action": "FailJob", "onExitCodes": own | {"operator": "In", "values": [USER_ERROR]}},
+    ]
+    return {"rules": rules}

@@ -1,10 +1,10 @@
-"""[N] Kueue: the queue that a launch's JobSets wait in, each until all that it asks for is there.
+"""[N] Kueue: the queue that what is launched waits in, each until all that it asks for is there.
 
-Each JobSet is admitted for itself: samplers may start before their trainer, and wait for it.
+Each is admitted for itself: samplers may start before their trainer, and wait for it.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from launch.gke.pods import Manifest
 
@@ -13,16 +13,14 @@ QUEUE = "rl-jax"
 UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
-def queue(jobsets: Sequence[Manifest]) -> list[Manifest]:
-    """A flavor, a cluster's queue with all that `jobsets` request as its quota, and a queue of the
-    namespace. What a pod requests and the queue does not cover would keep it out for ever."""
+def queue(launched: Sequence[Manifest]) -> list[Manifest]:
+    """A flavor, a cluster's queue with all that is `launched` requests as its quota, and a queue of
+    the namespace. What a pod requests and the queue does not cover would keep it out for ever."""
     quota: Counter[str] = Counter()
-    for jobset in jobsets:
-        for job in jobset["spec"]["replicatedJobs"]:
-            own = job["template"]["spec"]
-            for container in own["template"]["spec"]["containers"]:
-                for name, text in container["resources"]["requests"].items():
-                    quota[name] += quantity(text) * own["completions"]
+    for manifest in launched:
+        for own, count in templates(manifest):
+            for name, amount in requests(own["spec"]).items():
+                quota[name] += amount * count
     resources = [{"name": name, "nominalQuota": count} for name, count in quota.items()]
     return [
         {"apiVersion": API, "kind": "ResourceFlavor", "metadata": {"name": QUEUE}, "spec": {}},
@@ -47,6 +45,34 @@ def queue(jobsets: Sequence[Manifest]) -> list[Manifest]:
             "spec": {"clusterQueue": QUEUE},
         },
     ]
+
+
+def templates(manifest: Manifest) -> Iterator[tuple[Manifest, int]]:
+    """The pod templates of what is launched, and how many pods there are of each."""
+    spec = manifest["spec"]
+    match manifest["kind"]:
+        case "JobSet":
+            for job in spec["replicatedJobs"]:
+                own = job["template"]["spec"]
+                yield own["template"], job["replicas"] * own["completions"]
+        case "LeaderWorkerSet":
+            own = spec["leaderWorkerTemplate"]
+            yield own["workerTemplate"], spec["replicas"] * own["size"]
+        case "RayJob":
+            yield spec["submitterPodTemplate"], 1
+            yield spec["rayClusterSpec"]["headGroupSpec"]["template"], 1
+            for group in spec["rayClusterSpec"]["workerGroupSpecs"]:
+                yield group["template"], group["replicas"] * group["numOfHosts"]
+
+
+def requests(spec: Manifest) -> Counter[str]:
+    """Of a pod: its containers and those beside them; what comes before them takes no more."""
+    beside = [own for own in spec.get("initContainers", ()) if own.get("restartPolicy") == "Always"]
+    found: Counter[str] = Counter()
+    for container in [*spec["containers"], *beside]:
+        for name, text in container["resources"]["requests"].items():
+            found[name] += quantity(text)
+    return found
 
 
 def quantity(text: str) -> int:

@@ -42,45 +42,97 @@ def name_of(plan: LaunchPlan) -> str:
     return plan.name.lower().replace("_", "-").replace(".", "-")
 
 
-def template(pods: Pods, kind: str, played: Sequence[str], groups: Sequence[RoleGroup]) -> Manifest:
-    """The pod template of `groups`; `played` is what comes after `rl-jax role` and the plan."""
-    host = pods.plan.hosts[groups[0].processes[0].host]
+def template(
+    pods: Pods,
+    kind: str,
+    played: Sequence[str],
+    groups: Sequence[RoleGroup],
+    host: str,
+    env: Sequence[Manifest],
+) -> Manifest:
+    """The pod template of `groups`; `played` is what comes after `rl-jax role` and the plan. `host`
+    is the index of the plan's host, and `env` of it and of the attempt, as a container is told."""
+    own = pods.plan.hosts[groups[0].processes[0].host]
     on_device = kind != "host"
+    wanted = resources(pods.plan, own) if on_device else CPU_ONLY
     container: Manifest = {
         "name": kind,
         "image": pods.image,
         "args": ["rl-jax", "role", "--plan", "/plan/plan.json", *played],
-        "env": _env(pods),
+        "env": [*_env(pods), *env],
         "ports": [{"containerPort": port} for port in _ports(groups)],
-        "resources": _resources(pods.plan, host) if on_device else _CPU_ONLY,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "resources": wanted,
+        "securityContext": UNPRIVILEGED,
         "startupProbe": _probe("alive", period_s=10, failures=180),
         "livenessProbe": _probe("alive", period_s=20, failures=6),
-        "volumeMounts": [
-            {"name": "plan", "mountPath": "/plan", "readOnly": True},
-            {"name": "shared", "mountPath": "/shared"},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ],
+        "volumeMounts": MOUNTS,
     }  # fmt: skip
-    spec: Manifest = {
+    stop_s = max(group.deadlines.stop_s for group in groups)
+    spec = pod(pods, [container], stop_s) | placed(pods.plan, own if on_device else None)
+    checked = _preflight(pods, host, env, wanted, devices=on_device and _alone(pods.plan, own))
+    return {"metadata": metadata(pods), "spec": spec | {"initContainers": [checked]}}
+
+
+def _preflight(
+    pods: Pods, host: str, env: Sequence[Manifest], wanted: Manifest, *, devices: bool
+) -> Manifest:
+    """What a host can check by itself, before its roles start."""
+    checked = ["rl-jax", "preflight", "/plan/config.toml", "--plan", "/plan/plan.json", "--alone"]
+    return {
+        "name": "preflight",
+        "image": pods.image,
+        "args": [*checked, "--host", host, *([] if devices else ["--no-devices"])],
+        "env": list(env),
+        "resources": wanted,
+        "securityContext": UNPRIVILEGED,
+        "volumeMounts": MOUNTS,
+    }
+
+
+def _alone(plan: LaunchPlan, host: Host) -> bool:
+    """Whether a host's devices answer without others: a slice of several hosts wants all of them
+    at once, and pods are not checked at one time."""
+    return plan.chip == "h200" or sum(other.pool == host.pool for other in plan.hosts) == 1 or (
+        host.pool == "sampler"
+    )  # fmt: skip
+
+
+def pod(pods: Pods, containers: Sequence[Manifest], stop_s: float) -> Manifest:
+    """A pod that may take `stop_s` from TERM to its end, and is not started again where it is."""
+    return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": int(max(group.deadlines.stop_s for group in groups))
-        + MARGIN_S,
+        "terminationGracePeriodSeconds": int(stop_s) + MARGIN_S,
         "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "fsGroup": USER},
-        "containers": [container],
+        "containers": list(containers),
         "volumes": _volumes(pods),
     }
-    if on_device:
-        spec["nodeSelector"] = _selector(pods.plan, host)
-        spec["tolerations"] = [{"operator": "Exists", "key": resource(pods.plan, host)}]
-    annotations = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
-    return {"metadata": {"annotations": annotations}, "spec": spec}
 
 
-_CPU_ONLY: Manifest = {"requests": {"cpu": "8", "memory": "32Gi"}}
+def placed(plan: LaunchPlan, host: Host | None) -> Manifest:
+    """What of a pod's specification brings it to a host with those devices; None: any node."""
+    if host is None:
+        return {}
+    return {
+        "nodeSelector": _selector(plan, host),
+        "tolerations": [{"operator": "Exists", "key": resource(plan, host)}],
+    }
+
+
+def metadata(pods: Pods) -> Manifest:
+    """Of a pod: whose it is, and that an autoscaler leaves it where it is."""
+    return {
+        "labels": {"app.kubernetes.io/instance": pods.name},
+        "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"},
+    }
+
+
+UNPRIVILEGED: Manifest = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+MOUNTS: list[Manifest] = [
+    {"name": "plan", "mountPath": "/plan", "readOnly": True},
+    {"name": "shared", "mountPath": "/shared"},
+    {"name": "shm", "mountPath": "/dev/shm"},
+]
+CPU_ONLY: Manifest = {"requests": {"cpu": "8", "memory": "32Gi"}}
 
 
 def _volumes(pods: Pods) -> list[Manifest]:
@@ -94,15 +146,16 @@ def _volumes(pods: Pods) -> list[Manifest]:
 def _env(pods: Pods) -> list[Manifest]:
     """What the entry needs; the roles' own environment is in the plan."""
     token = {"name": f"{pods.name}-token", "key": "token"}
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    attempt = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
     return [
         {"name": "RL_JAX_TOKEN", "valueFrom": {"secretKeyRef": token}},
         {"name": "RL_JAX_HOSTS", "value": ",".join(pods.hosts)},
-        {"name": "JOB_COMPLETION_INDEX", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-        {"name": "RL_JAX_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": attempt}}},
         {"name": "RL_JAX_ALIVE", "value": "/tmp/alive"},
     ]
+
+
+def told(name: str, field: str) -> Manifest:
+    """A variable that holds what the cluster wrote into the pod's own `field`."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.{field}"}}}
 
 
 def _ports(groups: Sequence[RoleGroup]) -> list[int]:
@@ -142,6 +195,7 @@ def _selector(plan: LaunchPlan, host: Host) -> Mapping[str, str]:
     return found | ({"cloud.google.com/gke-tpu-topology": topology} if topology else {})
 
 
-def _resources(plan: LaunchPlan, host: Host) -> Manifest:
+def resources(plan: LaunchPlan, host: Host) -> Manifest:
+    """What a pod takes of a host: all its devices."""
     own = {resource(plan, host): str(host.devices)}
     return {"requests": own, "limits": own}

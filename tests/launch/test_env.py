@@ -3,8 +3,14 @@
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
+import pytest
+
+from launch import env
 from launch.env import fingerprint, fingerprint_digest, xla_flags
+from rl_jax.config.base import UserError
 
 COUNT = "--xla_force_host_platform_device_count"
 TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds"
@@ -42,3 +48,19 @@ def test_the_fingerprint_hangs_on_flags_and_nothing_that_varies(monkeypatch):
     assert fingerprint_digest("abc") == (
         "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     )
+
+
+def test_devices_behind_a_proxy_are_made_known(monkeypatch):
+    """A stand-in for the package: it is in images for Pathways alone."""
+    told = []
+    made = ModuleType("pathwaysutils")
+    made.__spec__ = ModuleSpec("pathwaysutils", None)
+    made.initialize = lambda: told.append("initialized")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    env.prepare(1)
+    monkeypatch.setenv("JAX_PLATFORMS", "proxy")
+    with pytest.raises(UserError, match="needs the package pathwaysutils"):
+        env.prepare(1)
+    monkeypatch.setitem(sys.modules, "pathwaysutils", made)
+    env.prepare(1)
+    assert told == ["initialized"]

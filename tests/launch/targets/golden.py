@@ -17,20 +17,36 @@ KEPT = {
     "slurm": ("job.sh", "job.env", "environment.md"),
     "gke": ("trainer.yaml", "samplers.yaml", "kueue.yaml", "launch.env"),
     "tpu-vm": ("launch.env", "environment.md"),
+    "lws": ("trainer.yaml", "samplers.yaml", "kueue.yaml"),
+    "rayjob": ("rayjob.yaml", "kueue.yaml", "launch.env"),
+    "pathways": ("pathways.yaml", "kueue.yaml", "launch.env"),
 }
 """What of a target follows from the plan; scripts that do not are the same everywhere."""
+FORMS = {
+    "lws": ("kimi_linear_48b_v5p_128", "qwen3_32b_h200_64"),
+    "rayjob": ("qwen3_8b_v6e_64", "qwen3_32b_h200_64"),
+    "pathways": ("kimi_linear_48b_v5p_128",),
+}
+"""Of GKE, besides JobSets: what `--as` names, for a few."""
+PATHWAYS = [
+    "--server", "pathways-server:1", "--proxy", "pathways-proxy:1", "--scratch", "gs://bucket/dir",
+    "--set", "mesh.sampler.data=8",
+]  # fmt: skip
 SCRIPT = (ROOT / "launch" / "slurm" / "job.sh").read_text()
 
 
 def cases() -> Iterator[tuple[str, str]]:
-    """(configuration, target) of all that fit."""
+    """(configuration, target or form of one) of all that fit."""
     for path in sorted(PODS.glob("*.toml")):
         own = ("slurm", "gke") if "h200" in path.stem else ("gke", "tpu-vm")
         yield from ((path.stem, target) for target in own)
+        yield from ((path.stem, form) for form, names in FORMS.items() if path.stem in names)
 
 
 def render(name: str, target: str, out: Path) -> None:
-    argv = ["render", f"configs/pods/{name}.toml", "--target", target, "--out", str(out)]
+    where = ["--target", "gke", "--as", target] if target in FORMS else ["--target", target]
+    more = PATHWAYS if target == "pathways" else []
+    argv = ["render", f"configs/pods/{name}.toml", *where, "--out", str(out), *more]
     assert main(argv) == 0
 
 

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,13 +11,17 @@ import pytest
 import yaml
 
 from launch.cli import main
+from launch.gke import kueue
 from launch.spec import LaunchPlan
-from tests.launch.targets import golden
+from tests.launch.targets import crds, golden
 from tests.structure.source import ROOT
 
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*/*.sh"))
 MANIFESTS = [name for name, target in golden.cases() if target == "gke"]
+VERSION = "1.32"
+"""Of Kubernetes."""
+EVERY_FORM = [case for case in golden.cases() if case[1] in ("gke", *golden.FORMS)]
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +86,12 @@ def test_manifests_keep_to_what_roles_expect(name: str, tmp_path: Path) -> None:
         (container,) = pod["containers"]
         assert pod["terminationGracePeriodSeconds"] >= {"trainer": 270}.get(container["name"], 60)
         assert set(container["resources"]["requests"]) <= covered
+        (checked,) = pod["initContainers"]
+        assert checked["args"][:3] == ["rl-jax", "preflight", "/plan/config.toml"]
+        assert checked["resources"] == container["resources"]
+        # A slice of several hosts answers to all of them together alone.
+        together = container["name"] == "trainer" and "v" in plan.chip and len(plan.hosts) > 1
+        assert ("--no-devices" in checked["args"]) == (together or container["name"] == "host")
         assert job["completions"] == job["parallelism"]
         actions = [rule["action"] for rule in job["podFailurePolicy"]["rules"]]
         assert actions == ["Ignore", "Ignore", "FailJob"]
@@ -103,29 +111,73 @@ def test_manifests_keep_to_what_roles_expect(name: str, tmp_path: Path) -> None:
     assert len(hosts.split(",")) == len(plan.hosts)
 
 
+@pytest.mark.parametrize(("name", "form"), EVERY_FORM)
+def test_the_queue_covers_what_is_launched(name: str, form: str, tmp_path: Path) -> None:
+    golden.render(name, form, out := tmp_path / "rendered")
+    found = {own["kind"]: own for own in documents(out)}
+    (group,) = found["ClusterQueue"]["spec"]["resourceGroups"]
+    (flavor,) = group["flavors"]
+    quota = {own["name"]: own["nominalQuota"] for own in flavor["resources"]}
+    plan = LaunchPlan.model_validate_json((out / "plan.json").read_text())
+    device = "nvidia.com/gpu" if plan.chip == "h200" else "google.com/tpu"
+    assert quota[device] == sum(host.devices for host in plan.hosts)
+    # By hand: 8 cores each of the orchestrator's pod and a head, Pathways' two take 8 and 16 more,
+    # and what submits to Ray is a pod, too.
+    pods = [pod for own in documents(out) for pod, _ in kueue.templates(own)]
+    cores = {"pathways": 32, "rayjob": 8 + 1}.get(form, 8 * ("driver" in str(list(documents(out)))))
+    assert quota.get("cpu", 0) == cores
+    if form == "rayjob":
+        assert quota["memory"] == (32 + 1) << 30
+    for pod in pods:
+        assert pod["metadata"]["labels"] == {"app.kubernetes.io/instance": name.replace("_", "-")}
+
+
+def test_a_mistake_of_the_one_process_is_not_tried_again(tmp_path: Path) -> None:
+    golden.render("kimi_linear_48b_v5p_128", "pathways", out := tmp_path / "rendered")
+    (jobset,) = [own for own in documents(out) if own["kind"] == "JobSet"]
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    assert rule["action"] == "FailJobSet" and rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    head, worker = jobs(out)
+    codes = [rule.get("onExitCodes") for rule in head["podFailurePolicy"]["rules"]]
+    own = {"containerName": "run", "operator": "In"}
+    assert codes == [None, own | {"values": [130, 143]}, own | {"values": [2]}]
+    assert "podFailurePolicy" not in worker
+
+
+@pytest.mark.parametrize(("name", "form"), EVERY_FORM)
+def test_custom_resources_have_no_other_fields(name: str, form: str, tmp_path: Path) -> None:
+    golden.render(name, form, out := tmp_path / "rendered")
+    for document in documents(out):
+        if document["apiVersion"] != "v1":
+            assert crds.unknown(document) == []
+    document["spec"]["replicatedJobz"] = []
+    assert document["apiVersion"] == "v1" or crds.unknown(document) == ["spec.replicatedJobz"]
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("kubernetes_validate") is None,
-    reason="kubernetes-validate is not installed",
+    reason="kubernetes-validate is not installed: make test-manifests",
 )
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_kubernetes_knows_every_field(name: str, tmp_path: Path) -> None:
-    """It has no schemas of custom resources: the jobs inside them are wrapped as plain ones."""
+@pytest.mark.parametrize(("name", "form"), EVERY_FORM)
+def test_kubernetes_knows_every_field(name: str, form: str, tmp_path: Path) -> None:
+    """It has no schemas of custom resources: the jobs inside them are wrapped as plain ones, and so
+    are pods that are in none."""
     import kubernetes_validate
 
-    golden.render(name, "gke", out := tmp_path / "rendered")
-    found = 0
-    for job in jobs(out):
+    golden.render(name, form, out := tmp_path / "rendered")
+    inside = [{"template": pod} for own in documents(out) for pod, _ in kueue.templates(own)]
+    found = [*jobs(out), *inside]
+    assert found
+    for job in found:
         wrapped = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job}
-        kubernetes_validate.validate(wrapped, "1.32", strict=True)
-        found += 1
+        kubernetes_validate.validate(wrapped, VERSION, strict=True)
         with pytest.raises(kubernetes_validate.ValidationError):
             kubernetes_validate.validate(
-                wrapped | {"spec": job | {"paralellism": 1}}, "1.32", strict=True
+                wrapped | {"spec": job | {"paralellism": 1}}, VERSION, strict=True
             )
-    assert found
     for document in documents(out):
         if document["apiVersion"] == "v1":
-            kubernetes_validate.validate(document, "1.32", strict=True)
+            kubernetes_validate.validate(document, VERSION, strict=True)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
@@ -134,14 +186,18 @@ def test_bash_reads_it(path: Path) -> None:
     assert path.read_text().count("\n") <= 150 and "<<" not in path.read_text().replace("<<<", "")
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.skipif(
+    shutil.which("shellcheck") is None, reason="shellcheck is not installed: make test-manifests"
+)
 def test_shellcheck() -> None:
     own = ["shellcheck", "--shell=bash", "--external-sources", *map(str, SCRIPTS)]
     done = subprocess.run(own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+@pytest.mark.skipif(
+    shutil.which("hadolint") is None, reason="hadolint is not installed: make test-manifests"
+)
 def test_hadolint() -> None:
     own = ["hadolint", LAUNCH / "container" / "Dockerfile"]
     done = subprocess.run(own, capture_output=True, text=True)
@@ -155,35 +211,21 @@ def test_images_are_locked_and_hold_no_root() -> None:
     assert "USER 1000" in last and "tini" in last and "TOKEN" not in text
 
 
-def readme_commands() -> list[str]:
-    """Lines that begin with rl-jax render in the README's blocks."""
-    blocks = re.findall(r"```sh\n(.*?)```", (LAUNCH / "README.md").read_text(), re.DOTALL)
-    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line.startswith("rl-jax render")]
-
-
-@pytest.mark.parametrize("command", readme_commands())
-def test_commands_of_the_readme_render(command: str, tmp_path: Path) -> None:
-    words = shlex.split(command)[1:]
-    words[words.index("--out") + 1] = str(tmp_path / "rendered")
-    assert main(words) == 0
-
-
-def test_every_target_is_in_the_readme() -> None:
-    targets = {shlex.split(command)[shlex.split(command).index("--target") + 1]
-               for command in readme_commands()}  # fmt: skip
-    assert targets == {"slurm", "gke", "tpu-vm"}
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (["--target", "tpu-vm"], 'launch.chip = "h200": --target tpu-vm needs v5p or v6e'),
-        (["--target", "slurm", "--het-group"], "--het-group: needs --target slurm and hosts"),
+        (["--target", "slurm", "--het-group"], "--het-group: needs hosts in launch.sampler"),
         (["--target", "slurm", "--set", "mesh.trainer.fsdp=16",
           "--set", "trainer.rows_per_microbatch=16"], "do not fit launch.trainer"),
         (["--target", "gke", "--set", "launch.trainer.devices=5"], "GKE has no node of 5 h200"),
         (["--target", "nomad"], "invalid choice: 'nomad'"),
+        (["--target", "gke", "--as", "lws"], "--as lws: needs hosts in launch.sampler"),
+        (["--target", "slurm", "--as", "lws"], "--as: needs --target gke"),
+        (["--target", "gke", "--as", "pathways"], "--as pathways: needs --server IMAGE, --proxy"),
+        (["--target", "gke", "--as", "pathways", "--server", "s", "--proxy", "p",
+          "--scratch", "gs://b"], "--as pathways: needs a slice"),
+        (["--target", "gke", "--scratch", "gs://b"], "--server, --proxy, --scratch: need --as"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_rendered_is_one_line(
