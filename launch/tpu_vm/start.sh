@@ -1,6 +1,7 @@
 #!/bin/bash
-# Runs the launch on its instances until it ends. The exit status is the trainer's: 0 done, 2 a
-# mistake of the user's, 42 stopped with a checkpoint, anything else a crash.
+# Runs the launch on its instances until it ends. The exit status is the first failure's: 2 a mistake
+# of the user's, 42 where all stopped with a checkpoint, anything else a crash; 0 is done. TERM or INT
+# ends it with a checkpoint; the second one kills.
 set -euo pipefail
 cd "$(dirname "$0")"
 # shellcheck source=/dev/null
@@ -20,40 +21,56 @@ for file in plan.json config.toml; do
     ./ssh.sh "${hosts[0]}" "cat >$shared/$file" <"$file"
 done
 
-# A connection that ends would end nothing on the other side: the process itself is told.
-stop() {
+# A connection that ends would end nothing on the other side: the process itself is told. A host whose
+# connection is still being made finds `stop`; of one that has ended the number may be another's.
+stop() { # SIGNAL
     local index
-    for index in "${!hosts[@]}"; do
+    ./ssh.sh "${hosts[0]}" "touch $shared/stop" || true
+    for index in "${!living[@]}"; do
         # shellcheck disable=SC2016 # the other side reads its file
-        ./ssh.sh "${hosts[$index]}" "cd $shared && kill -TERM "'$(cat host-'"$index.pid)" 2>/dev/null || true
+        ./ssh.sh "${hosts[$index]}" "cd $shared && kill -$1 "'$(cat host-'"$index.pid)" 2>/dev/null || true
     done
 }
-trap stop TERM INT
+asked=0 living=()
+trap 'asked=$((asked + 1)); if [ "$asked" -eq 1 ]; then stop TERM; else stop KILL; fi' TERM INT
+# What ends tells its host and status here, and is heard in that order.
+folder=$(mktemp -d)
+mkfifo "$folder/ends"
+exec 3<>"$folder/ends"
+rm -r "$folder"
 
-# played WHAT: on every instance at once; the first status that is not 0, in the plan's order.
+# played WHAT: on every instance at once. The first failure ends all, and its status is what comes
+# back, before the 42 of a host that stopped with a checkpoint.
 played() {
-    local steps=() index status=0 code
+    local index code before left=${#hosts[@]} status=0
+    living=()
+    ./ssh.sh "${hosts[0]}" "cd $shared && rm -f host-*.pid stop"
+    [ "$asked" -eq 0 ] || return 42 # nobody would see what was said before
+    local own="cd $shared && { ulimit -n 65536 2>/dev/null || true; } && trap 'exit 42' TERM"
+    # The number first: who stops it either finds that, or has left `stop` before it is looked for.
+    own+=" && echo "'$$'" >host-INDEX.pid && { [ ! -e stop ] || exit 42; }"
+    own+=" && RL_JAX_HOSTS=$names RL_JAX_TOKEN_FILE=$shared/token RL_JAX_ATTEMPT=${ATTEMPT:-0}"
+    own+=" exec rl-jax $1 --host INDEX"
     for index in "${!hosts[@]}"; do
-        ./ssh.sh "${hosts[$index]}" "cd $shared && { ulimit -n 65536 2>/dev/null || true; } && echo "'$$'" >host-$index.pid \
-&& RL_JAX_HOSTS=$names RL_JAX_TOKEN_FILE=$shared/token RL_JAX_ATTEMPT=${ATTEMPT:-0} \
-exec rl-jax $1 --host $index" &
-        steps+=("$!")
-    done
-    for index in "${!steps[@]}"; do
-        code=0
-        wait "${steps[$index]}" || code=$?
-        # A signal to this script ends the waiting, not what is waited for.
-        while kill -0 "${steps[$index]}" 2>/dev/null; do
+        living[index]=1
+        {
             code=0
-            wait "${steps[$index]}" || code=$?
-        done
-        if [ "$code" -ne 0 ] && [ "$status" -eq 0 ]; then
-            status=$code
-            stop
-        fi
+            ./ssh.sh "${hosts[$index]}" "${own//INDEX/$index}" 3>&- || code=$?
+            echo "$index $code" >&3
+        } &
+    done
+    while [ "$left" -gt 0 ]; do
+        read -r index code <&3 || continue
+        left=$((left - 1))
+        # With 255 a connection is lost, and what it began may live on.
+        [ "$code" -eq 255 ] || unset "living[index]"
+        before=$status
+        if [ "$status" -eq 0 ] || { [ "$status" -eq 42 ] && [ "$code" -ne 0 ]; }; then status=$code; fi
+        [ "$before" -ne 0 ] || [ "$status" -eq 0 ] || stop TERM
     done
     return "$status"
 }
 
-played "preflight config.toml --plan plan.json" || exit 2
+played "preflight config.toml --plan plan.json" || [ "$asked" -gt 0 ] || exit 2
+[ "$asked" -eq 0 ] || exit 42 # nothing has begun
 played "role --plan plan.json"

@@ -1,18 +1,23 @@
 """The scripts for TPU VMs against a stand-in for gcloud that runs what they mean for a machine."""
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from launch.operate.place import find
+from launch.operate.running import Runner, of_process
+from tests.fakes.processes import Pipe
 from tests.launch.targets import golden
 from tests.structure.source import ROOT
 
 PLAYED = """#!/bin/sh
-# The next status of this host, or the last one.
+# The next status of this host, or the last one, once all 16 are there: the first failure ends all.
 echo "$@ $RL_JAX_ATTEMPT $RL_JAX_HOSTS" >> "$CLOUD/played"
 case "$*" in preflight*) exit 0 ;; *'--host 0') ;; *) exit 0 ;; esac
+until [ "$(grep -c "^role.* $RL_JAX_ATTEMPT q" "$CLOUD/played")" -eq 16 ]; do sleep 0.05; done
 read -r status < "$CLOUD/statuses"
 sed -i '2,$!{1d}' "$CLOUD/statuses"
 exit "$status"
@@ -75,6 +80,108 @@ def test_a_mistake_is_not_tried_again(cloud: dict[str, str]) -> None:
 def test_crashes_use_up_the_budget(cloud: dict[str, str]) -> None:
     status, played = kept_going(cloud, 1, 1, 1, 1, 0)
     assert status == 1 and len(played) == 4 * 16, "three restarts"
+
+
+GOES_ON = """#!/bin/bash
+# Host 0's role: tells that it is there, and ends with 42 on TERM.
+case "$*" in preflight*) exit 0 ;; *'--host 0') ;; *) exit 0 ;; esac
+trap '{told}' TERM
+echo >>"$CLOUD/there"
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize(("told", "ends"), [("exit 42", 42), ("", 137)])
+def test_it_is_ended_with_a_checkpoint(cloud: dict[str, str], told: str, ends: int) -> None:
+    """The first notice is TERM to the hosts, the second KILL."""
+    state = Path(cloud["CLOUD"])
+    there = Pipe(state / "there")
+    (state.parent / "bin" / "rl-jax").write_text(GOES_ON.format(told=told))
+    script = state.parent / "rendered" / "babysit.sh"
+    keeping = subprocess.Popen(
+        ["bash", script], env=cloud, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert there.told(120.0)
+        told_of = find(script.parent).started  # though it was started by hand
+        assert told_of.pop("target") == "tpu-vm"
+        assert Runner(**told_of) == of_process(keeping.pid)
+        keeping.terminate()
+        if not told:
+            with pytest.raises(subprocess.TimeoutExpired):
+                keeping.wait(timeout=2)
+            keeping.terminate()
+        said, _ = keeping.communicate(timeout=120)
+    finally:
+        if keeping.poll() is None:
+            os.killpg(keeping.pid, signal.SIGKILL)
+    assert keeping.returncode == ends and f"attempt 0 ended with {ends}" in said
+    assert "attempt 1" not in said
+
+
+LATE = """#!/bin/bash
+# Host 3 fails at once; host 0 would go on until TERM, which host 1 has had no time to be there for.
+case "$*" in preflight*) exit 0 ;; esac
+case "$*" in
+    *'--host 3') exit 7 ;;
+    *'--host 0') trap 'exit 42' TERM; while true; do sleep 0.05; done ;;
+esac
+"""
+
+
+def started(cloud: dict[str, str], role: str) -> tuple[int, list[str]]:
+    """Status of start.sh, and what it called, with `role` as every host's `rl-jax`."""
+    state = Path(cloud["CLOUD"])
+    script = state.parent / "rendered" / "start.sh"
+    (state.parent / "bin" / "rl-jax").write_text(role)
+    subprocess.run(["bash", script.with_name("create.sh")], env=cloud, check=True, timeout=120)
+    done = subprocess.run(["bash", script], env=cloud, capture_output=True, text=True, timeout=300)
+    return done.returncode, (state / "calls").read_text().splitlines()
+
+
+def test_the_first_host_to_fail_ends_all(cloud: dict[str, str]) -> None:
+    """Though host 0 comes before it in the plan; and no number of a host that has ended is used."""
+    status, calls = started(cloud, LATE)
+    assert status == 7
+    told = [call for call in calls if "kill -TERM" in call]
+    assert any("host-0.pid" in call for call in told)
+    assert not any("host-3.pid" in call for call in told)
+
+
+@pytest.mark.parametrize("phase", ["preflight", "role"])
+def test_a_host_that_connects_after_a_stop_does_not_begin(cloud: dict[str, str], phase) -> None:
+    """The stop comes while host 15 has no number yet, but that of an earlier attempt."""
+    state, shared = Path(cloud["CLOUD"]), Path(cloud["RENDERED"])
+    shared.mkdir()
+    stranger = subprocess.Popen(["sleep", "100"])
+    (shared / "host-15.pid").write_text(f"{stranger.pid}\n")
+    gcloud = state.parent / "bin" / "gcloud"
+    real = gcloud.rename(gcloud.with_name("gcloud-real"))
+    # Its connection is made once `stop` is there; only then does anybody else end.
+    gcloud.write_text(
+        f"""#!/bin/bash
+case "$*" in *{phase}*'--host 15')
+    kill -TERM "$(cat "$CLOUD/start")"
+    for ((i = 0; i < 200; i++)); do [ -e "$RENDERED/stop" ] && break; sleep 0.05; done ;;
+esac
+exec {real} "$@"
+"""
+    )
+    gcloud.chmod(0o755)
+    role = state.parent / "bin" / "rl-jax"
+    role.write_text('#!/bin/bash\necho "$@" >>"$CLOUD/played"\n')
+    script = state.parent / "rendered" / "start.sh"
+    subprocess.run(["bash", script.with_name("create.sh")], env=cloud, check=True, timeout=120)
+    own = ["bash", "-c", 'echo "$$" >"$CLOUD/start"; exec bash "$0"', str(script)]
+    try:
+        assert subprocess.run(own, env=cloud, capture_output=True, timeout=300).returncode == 42
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+    played = (state / "played").read_text().splitlines()
+    assert not [line for line in played if line.startswith(phase) and line.endswith("--host 15")]
 
 
 def test_a_container_is_its_command() -> None:
