@@ -1,8 +1,8 @@
 # `make help` lists the targets. Set-up happens by itself, on first use and when the lock changes.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help quickstart notebooks recorded real test test-slow test-aot test-interop test-device lint \
-	types format lock setup-gpu setup-tpu clean
+.PHONY: help quickstart notebooks recorded real test test-slow test-ray test-aot test-interop \
+	test-manifests test-device lint types format lock setup-gpu setup-tpu setup-cluster clean
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -11,6 +11,7 @@ TRITON := .tools/triton
 TRANSFORMERS := .tools/transformers
 REAL := .tools/real
 AOT := .tools/aot
+MANIFESTS := .tools/manifests
 UV = $$(command -v .tools/uv/bin/uv || command -v uv)
 # pyright asks its registry for a newer release unless told not to.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
@@ -19,7 +20,7 @@ export PYTHON
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml .requirements.lock .ci/setup
 	@.ci/setup
@@ -52,10 +53,13 @@ $(REAL)/.ready: | $(READY)
 
 # Two processes: much of a test is compilation, which keeps one core busy.
 test: $(READY) ## every test but the slow ones; ARGS="tests/losses -k dis" selects
-	@$(BIN)/python -m pytest -m "not slow" $(if $(ARGS),$(ARGS),-n 2 --dist loadfile)
+	@$(BIN)/python -m pytest -m "not slow and not ray" $(if $(ARGS),$(ARGS),-n 2 --dist loadfile)
 
 test-slow: $(READY) ## the tests marked slow
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m "slow and not ray" $(ARGS)
+
+test-ray: $(READY) ## the tests that start a Ray cluster, after make setup-cluster; ARGS="tests/launch/test_engine.py" selects
+	@$(BIN)/python -c "import ray" && $(BIN)/python -m pytest -m ray $(ARGS)
 
 test-aot: $(AOT)/.ready ## compile every TPU and GPU kernel without one; ARGS=kda_tpu selects
 	@PYTHONPATH=. $(AOT)/bin/python -m tests.aot.run $(ARGS)
@@ -98,6 +102,16 @@ $(TRITON)/.ready: tests/interop/requirements-triton.txt | $(READY)
 	@$(TRITON)/bin/python -m pip install -qq --no-deps --requirement $<
 	@touch $@
 
+test-manifests: $(MANIFESTS)/.ready ## check launch scripts and manifests by shellcheck, hadolint, Kubernetes' schemas
+	@PYTHONPATH=.:$(MANIFESTS) PATH="$(CURDIR)/$(MANIFESTS)/bin:$$PATH" $(BIN)/python -m pytest \
+		tests/launch/targets/test_render.py -k "kubernetes or shellcheck or hadolint"
+
+# Beside the tests' environment, whose packages they use; 180 MB that nothing else needs.
+$(MANIFESTS)/.ready: tests/launch/targets/requirements.txt | $(READY)
+	@rm -rf $(MANIFESTS)
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --target $(MANIFESTS) --requirement $<
+	@touch $@
+
 test-device: $(READY) ## check and time the kernels on this GPU, into runs/device.md; ARGS=SEED
 	@PYTHONPATH=. $(BIN)/python -m tests.device.run $(ARGS)
 
@@ -124,6 +138,9 @@ setup-gpu: $(READY) ## add the packages for NVIDIA GPUs
 
 setup-tpu: $(READY) ## add the packages for TPUs
 	@$(UV) pip install --python $(BIN)/python --no-build-isolation --editable '.[tpu]'
+
+setup-cluster: $(READY) ## add Ray, for runs on a cluster
+	@$(UV) pip install --python $(BIN)/python --no-build-isolation --editable '.[cluster]'
 
 clean: ## remove what set-up, tests, linters and notebooks made; runs/ stays
 	rm -rf .venv .tools .pytest_cache .ruff_cache .hypothesis notebooks/__pycache__ notebooks/runs
