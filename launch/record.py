@@ -230,9 +230,12 @@ class OrchestratorRecord:
         self.log.append(events.RolloutLost(key, reason))
 
     async def on_rollout(self, trajectory: Trajectory) -> None:
-        """A rollout ended, however; a failed one is kept here, others with their group."""
+        """A rollout ended, however; a failed one is kept here, others with their group.
+
+        Returns when that is durable: its group is put after it, into another program's journal.
+        """
         key, status = trajectory.key, trajectory.status
-        self.log.append(events.RolloutDone(key, status.value, len(trajectory.tokens)))
+        written = self.log.append(events.RolloutDone(key, status.value, len(trajectory.tokens)))
         began = self._began.pop(key, None)
         if began is not None:
             now = self._parts.time.now()
@@ -240,6 +243,7 @@ class OrchestratorRecord:
         if status is Status.FAILED:
             fate = Fate(Kind.FAILED, reason=trajectory.reason)
             await self.trajectories.add([trajectory], fate)
+        await written
 
     async def on_discard(self, discard: Discard) -> None:
         """A group never came to be."""

@@ -209,3 +209,18 @@ def test_shares_are_of_the_time_since_the_last_update(
     assert line[names.SAMPLER_BUSY_SHARE] == 0.5
     assert line[names.OVERLAP_SHARE] == 1 / 3
     assert line[names.SAMPLER_TOKENS_PER_SECOND] == 50.0
+
+
+def test_the_end_of_a_rollout_is_on_disk_before_its_group_can_be_put(parts: Parts) -> None:
+    """Or a kill right then leaves a group that was put by rollouts that never ended."""
+    own = trajectory(2)
+
+    async def main() -> None:
+        record = OrchestratorRecord(parts)
+        await record.on_rollout(own)
+        # What another process reads now is what is left if this one is killed.
+        told = [entry.event for entry in read_log(parts.run_dir, "orchestrator")]
+        assert told == [events.RolloutDone(own.key, own.status.value, len(own.tokens))]
+        await record.close()
+
+    asyncio.run(main())
