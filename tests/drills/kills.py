@@ -33,39 +33,14 @@ from tests.fakes.jobs import (
     left_of,
     processes,
     said,
+    small_job,
     submitted,
 )
 from tests.fakes.runs import Run, check_journal
 
-CONFIG = """
-name = "drill"
-seed = 3
-[model]
-width = 32
-layers = ["mla"]
-heads = 2
-head_dim = 16
-ffn = 64
+PLACED = """
 [mesh.trainer]
 data = 4
-[warm_start]
-steps = 4
-[trainer]
-updates = 12
-push_every = 2
-groups = 2
-group_size = 4
-row_length = 128
-rows_per_microbatch = 8
-[sampler]
-slots = 16
-prefill_rows = 8
-prefill_tokens = [64]
-sessions = 32
-[rollout]
-in_flight = 16
-[evaluation]
-questions = 4
 [checkpoint]
 every = 2
 [processes]
@@ -102,7 +77,8 @@ class Outcome(NamedTuple):
 
 def configured(restarts: int = 3) -> str:
     """The configuration's text, of a job with ports of its own."""
-    return CONFIG.format(port=1100 + 613 * (os.getpid() % 11), restarts=restarts)
+    port = 1100 + 613 * (os.getpid() % 11)
+    return small_job("drill", 12, PLACED.format(port=port, restarts=restarts), warm_start=4)
 
 
 def rendered(folder: Path, text: str) -> Path:

@@ -15,38 +15,12 @@ import pytest
 from launch.cli import main
 from rl_jax.config.load import load
 from rl_jax.wire.silence import SILENT_S
-from tests.fakes.jobs import updates_done
+from tests.fakes.jobs import small_job, updates_done
 from tests.fakes.namespaces import ADDRESSES, Hosts, missing, two_hosts
 from tests.fakes.runs import Run, check_journal
 from tests.structure.source import ROOT
 
-CONFIG = """
-name = "apart"
-seed = 3
-[model]
-width = 32
-layers = ["mla"]
-heads = 2
-head_dim = 16
-ffn = 64
-[warm_start]
-steps = 0
-[trainer]
-updates = 16
-push_every = 2
-groups = 2
-group_size = 4
-row_length = 128
-rows_per_microbatch = 8
-[sampler]
-slots = 16
-prefill_rows = 8
-prefill_tokens = [64]
-sessions = 32
-[rollout]
-in_flight = 16
-[evaluation]
-questions = 4
+PLACED = """
 [processes]
 samplers = 1
 restarts = 0
@@ -78,7 +52,7 @@ class Launch:
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
         config, self.out = folder / "apart.toml", folder / "rendered"
-        config.write_text(CONFIG)
+        config.write_text(small_job("apart", 16, PLACED))
         assert main(["render", str(config), "--target", "slurm", "--out", str(self.out)]) == 0
         told = {"RL_JAX_HOSTS": ",".join(ADDRESSES), "RL_JAX_TOKEN": "a token"}
         env = os.environ | told | {"PYTHONPATH": str(ROOT)}

@@ -21,6 +21,38 @@ GONE_S = 10.0
 """How long what a job's script waited with may outlive it."""
 
 
+def small_job(name: str, updates: int, rest: str, warm_start: int = 0) -> str:
+    """A configuration that takes seconds; `rest` has the sections of where it stands."""
+    return f"""
+name = "{name}"
+seed = 3
+[model]
+width = 32
+layers = ["mla"]
+heads = 2
+head_dim = 16
+ffn = 64
+[warm_start]
+steps = {warm_start}
+[trainer]
+updates = {updates}
+push_every = 2
+groups = 2
+group_size = 4
+row_length = 128
+rows_per_microbatch = 8
+[sampler]
+slots = 16
+prefill_rows = 8
+prefill_tokens = [64]
+sessions = 32
+[rollout]
+in_flight = 16
+[evaluation]
+questions = 4
+{rest}"""
+
+
 class Process(NamedTuple):
     """One of a job. `role` is "trainer", "trainer.1", "orchestrator", "sampler-0", ..., "host 0"
     for who keeps those of a host, or empty for all else, as srun."""

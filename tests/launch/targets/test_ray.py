@@ -16,39 +16,14 @@ import pytest
 
 from rl_jax.replay import events
 from rl_jax.replay.log import merged
+from tests.fakes.jobs import small_job
 from tests.fakes.processes import Watched, alive
 from tests.fakes.ray import cluster, connected
 from tests.structure.source import ROOT
 
-CONFIG = """
-name = "small"
-seed = 3
-[model]
-width = 32
-layers = ["mla"]
-heads = 2
-head_dim = 16
-ffn = 64
+PLACED = """
 [mesh.trainer]
 data = 2
-[warm_start]
-steps = 0
-[trainer]
-updates = {updates}
-push_every = 2
-groups = 2
-group_size = 4
-row_length = 128
-rows_per_microbatch = 8
-[sampler]
-slots = 16
-prefill_rows = 8
-prefill_tokens = [64]
-sessions = 32
-[rollout]
-in_flight = 16
-[evaluation]
-questions = 4
 [checkpoint]
 every = 2
 [processes]
@@ -78,7 +53,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def started(made: Any, out: Path, updates: int) -> Iterator[subprocess.Popen[bytes]]:
     """The driver of a run, or of its continuation; whatever happens, nothing is left of it."""
     port = 1100 + 613 * (os.getpid() % 11)
-    (out / "small.toml").write_text(CONFIG.format(updates=updates, port=port))
+    (out / "small.toml").write_text(small_job("small", updates, PLACED.format(port=port)))
     argv = ["run", str(out / "small.toml"), "--out", str(out / "run")]
     if (out / "run").exists():
         argv = ["resume", str(out / "run")]

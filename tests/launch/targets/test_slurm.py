@@ -18,39 +18,14 @@ from tests.fakes.jobs import (
     ended,
     left_of,
     said,
+    small_job,
     submitted,
     until,
     updates_done,
 )
 from tests.fakes.processes import alive
 
-CONFIG = """
-name = "small"
-seed = 3
-[model]
-width = 32
-layers = ["mla"]
-heads = 2
-head_dim = 16
-ffn = 64
-[warm_start]
-steps = 0
-[trainer]
-updates = {updates}
-push_every = 2
-groups = 2
-group_size = 4
-row_length = 128
-rows_per_microbatch = 8
-[sampler]
-slots = 16
-prefill_rows = 8
-prefill_tokens = [64]
-sessions = 32
-[rollout]
-in_flight = 16
-[evaluation]
-questions = 4
+PLACED = """
 [checkpoint]
 every = 2
 [processes]
@@ -68,7 +43,7 @@ def rendered(tmp_path: Path, updates: int, *more: str, samplers: int = 2) -> Pat
     """A directory to submit from."""
     port = 1100 + 613 * (os.getpid() % 11)
     config = tmp_path / "small.toml"
-    config.write_text(CONFIG.format(updates=updates, port=port, samplers=samplers))
+    config.write_text(small_job("small", updates, PLACED.format(port=port, samplers=samplers)))
     out = tmp_path / "rendered"
     assert main(["render", str(config), "--target", "slurm", "--out", str(out), *more]) == 0
     return out
