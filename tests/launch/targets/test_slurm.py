@@ -130,7 +130,8 @@ def test_a_lost_node_is_a_requeue(tmp_path: Path) -> None:
 
 
 PLAYED = """#!/bin/bash
-# A role that does what its host's line of `plays` says, and "goes on" until TERM.
+# A role that does what its host's line of `plays` says, and "goes on" until TERM. None begins before
+# both listen: TERM to one that does not yet, or a notice before a step was made, tells it nothing.
 attempt=$RL_JAX_ATTEMPT host=${!#}
 case $* in
     preflight*) [ -e during_preflight ] || exit 0
@@ -139,14 +140,14 @@ case $* in
         sleep 60 ;;
 esac
 trap 'sleep 0.3; echo told >"told-$attempt-$host"; exit 42' TERM
-if [ "$host" = 0 ]; then touch "began-$attempt"; fi
+touch "began-$attempt-$host"
 for ((i = 0; i < 3000; i++)); do
-    if [ -e "began-$attempt" ]; then
+    if [ -e "began-$attempt-0" ] && [ -e "began-$attempt-1" ]; then
         play=$(sed -n "$((host + 1))p" "plays-$attempt")
         case $play in
             0) mkdir -p run; touch run/summary.json; exit 0 ;;
             [1-9]*) exit "$play" ;;
-            notice) [ "$i" = 0 ] && kill -USR1 "$(cat "$FAKE_SLURM/batch.pid")" ;;
+            notice) mkdir "noticed-$attempt" 2>/dev/null && kill -USR1 "$(cat "$FAKE_SLURM/batch.pid")" ;;
         esac
     fi
     sleep 0.1
