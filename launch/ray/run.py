@@ -81,25 +81,27 @@ def run(config: RunConfig, run_dir: Path, given: argparse.Namespace) -> int:
 
 
 async def _keep(own: _Run) -> None:
-    """To the end of the run, at as many places as that takes."""
+    """To the end of the run, at as many places as that takes. A lost place counts against
+    `processes.restarts`, one that was left on a notice does not."""
     policy = Restart(own.config.processes.restarts, WINDOW_S, BACKOFF_S)
     moves: list[float] = []
-    delay: float | None = 0.0
+    delay_s = 0.0
     while True:
         try:
-            return await _at_one_place(own, delay)
+            return await _at_one_place(own, delay_s)
         except Displaced as error:
-            now = asyncio.get_running_loop().time()
-            delay = policy.delay(moves, now)
-            if delay is None:
-                raise RoleFailed(
-                    f"{error}, after {policy.max_restarts} new placements within {WINDOW_S:g} s"
-                ) from error
+            delay_s = 0.0
             if not isinstance(error, _Leaving):
+                now = asyncio.get_running_loop().time()
+                backoff_s = policy.delay(moves, now)
+                if backoff_s is None:
+                    raise RoleFailed(
+                        f"{error}, after {policy.max_restarts} new placements within {WINDOW_S:g} s"
+                    ) from error
                 # A node that cannot be reached may live on: by then what it had has ended.
-                delay = max(delay, LEASE_S)
+                delay_s = max(backoff_s, LEASE_S)
+                moves.append(now + delay_s)
             own.display.note(f"{error}: everything is placed again and goes on from the record")
-            moves.append(now + delay)
 
 
 async def _at_one_place(own: _Run, delay_s: float) -> None:
