@@ -98,9 +98,11 @@ def mapped_memory() -> Iterator[None]:
 
 
 class TimeTable:
-    """Adds up the seconds of each folder of tests/ and prints them against the budgets."""
+    """Adds up the seconds of each folder of tests/ and prints its share of the wall's time, which
+    is that over the number of processes, against the budgets."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
         self.started = time.monotonic()
         self.collecting = 0.0
         self.seconds: dict[str, float] = defaultdict(float)
@@ -114,7 +116,7 @@ class TimeTable:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         path = (TESTS.parent / report.location[0]).resolve()
         inside = path.relative_to(TESTS).parts if path.is_relative_to(TESTS) else ()
-        self.seconds[inside[0] if len(inside) > 1 else "(top)"] += report.duration
+        self.seconds[inside[0] if len(inside) > 1 else "(top)"] += report.duration / self.processes
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.seconds:
@@ -135,4 +137,5 @@ class TimeTable:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(TimeTable(), "time-table")
+    processes = len(config.getoption("tx", None) or ()) or 1
+    config.pluginmanager.register(TimeTable(processes), "time-table")
