@@ -130,13 +130,13 @@ def test_a_lost_node_is_a_requeue(tmp_path: Path) -> None:
 
 
 PLAYED = """#!/bin/bash
-# A role that does what its host's line of `plays` says, and "goes on" until TERM. None begins before
-# both listen: TERM to one that does not yet, or a notice before a step was made, tells it nothing.
-attempt=$RL_JAX_ATTEMPT host=${!#}
+# A role that does what its host's line of `plays` says, and "goes on" until TERM. None begins
+# before both listen: TERM to one that does not yet, or a notice before there are two, is not heard.
+attempt=$RL_JAX_ATTEMPT host=${!#} batch=$FAKE_SLURM/batch.pid
 case $* in
     preflight*) [ -e during_preflight ] || exit 0
         rm during_preflight
-        kill -USR1 "$(cat "$FAKE_SLURM/batch.pid")"
+        kill -USR1 "$(cat "$batch")"
         sleep 60 ;;
 esac
 trap 'sleep 0.3; echo told >"told-$attempt-$host"; exit 42' TERM
@@ -147,7 +147,7 @@ for ((i = 0; i < 3000; i++)); do
         case $play in
             0) mkdir -p run; touch run/summary.json; exit 0 ;;
             [1-9]*) exit "$play" ;;
-            notice) mkdir "noticed-$attempt" 2>/dev/null && kill -USR1 "$(cat "$FAKE_SLURM/batch.pid")" ;;
+            notice) mkdir "noticed-$attempt" 2>/dev/null && kill -USR1 "$(cat "$batch")" ;;
         esac
     fi
     sleep 0.1
