@@ -5,7 +5,7 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from launch import build
 from launch.plan.liveness import fullest
@@ -23,18 +23,19 @@ def temporaries(config: RunConfig, vocab_size: int) -> int:
     """Bytes at the fullest moment of a device's step beside state and batch: gradients, kept and
     recomputed activations, cotangents, copies of the weights.
 
-    The step is traced for the device's own rows, tokens, heads, hidden widths and experts, on no
-    mesh. Gradients and copies of what `fsdp` and `context` cut count with the device's part. Under
-    `context` layers take their heads in parts, which is not traced: an upper bound then.
+    The step is traced for the device's own rows, heads, hidden widths and experts, on a mesh that
+    cuts nothing but tokens. Gradients and copies of what `fsdp` and `context` cut count with the
+    device's part.
     """
     own = on_one_device(config)
     parts = config.mesh.trainer.model_dump()
+    sizes = tuple(parts[axis] if axis == CONTEXT else 1 for axis in TRAINER_AXES)
+    mesh = AbstractMesh(sizes, TRAINER_AXES, (AxisType.Auto,) * len(sizes))
     policy = build.build_policy(own, vocab_size // parts[TENSOR])
     loss, optimizer = build.build_loss(own), build.build_optimizer(own)
     options = build.step_options(own, policy)
-    alone = AbstractMesh((1,) * len(TRAINER_AXES), TRAINER_AXES)
     critic = build.build_critic(own)
-    state = build.abstract_state(policy, loss, optimizer, alone, critic, options.storage)
+    state = build.abstract_state(policy, loss, optimizer, mesh, critic, options.storage)
     step = make_train_step(
         policy,
         loss,
@@ -44,25 +45,23 @@ def temporaries(config: RunConfig, vocab_size: int) -> int:
         experts=options.experts,
     )
     given = _shapes(state), _shapes(empty_batch(build.rl_shape(own), options.choices))
-    traced = jax.make_jaxpr(step)(*given)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.make_jaxpr(step)(*given)
+    shards = prod(parts[axis] for axis in SHARDS)
     return fullest(
-        traced.jaxpr,
-        _weigh(state.params[POLICY], policy.axes(), prod(parts[axis] for axis in SHARDS)),
+        traced.jaxpr, _weigh(state.params[POLICY], policy.axes(), shards, parts[CONTEXT])
     )
 
 
 def on_one_device(config: RunConfig) -> RunConfig:
-    """The run whose step is that of one of the devices, but for what devices exchange."""
+    """The run whose step is that of one of the devices, but for what devices exchange and for the
+    tokens of a row, of which all are there."""
     sizes, own = config.mesh.trainer.model_dump(), config.trainer
     rows = own.rows_per_microbatch // prod(sizes[axis] for axis in (DATA, FSDP, EXPERT))
-    length = own.row_length // sizes[CONTEXT]
-    batch = {"rows_per_microbatch": rows, "row_length": length}
-    sampled = {"max_context": min(config.sampler.max_context, length)}
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=_model_parts(config.model, sizes)),
-            "trainer": own.model_copy(update=batch),
-            "sampler": config.sampler.model_copy(update=sampled),
+            "trainer": own.model_copy(update={"rows_per_microbatch": rows}),
         }
     )
 
@@ -88,16 +87,16 @@ def _shapes(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def _weigh(params: Tree, axes: Tree, shards: int) -> Weigh:
-    """Bytes of a value; what has the shape of a matrix that is cut in `shards`, or of a stack of
-    such, is a gradient or copy of it and cut as well."""
+def _weigh(params: Tree, axes: Tree, shards: int, context: int) -> Weigh:
+    """Bytes of a value: what has the shape of a matrix that is cut in `shards`, or of a stack of
+    such, is a gradient or copy of it and cut as well; else its tokens are cut over `context`."""
     names = jax.tree.structure(params).flatten_up_to(axes)
     leaves = zip(jax.tree.leaves(params), names, strict=True)
     cut = {leaf.shape for leaf, own in leaves if "embed" in own and leaf.ndim > 1}
 
-    def weigh(value: Any) -> int:
+    def weigh(value: Any, own: bool) -> int:
         whole = value.size * getattr(value.dtype, "itemsize", 0) if hasattr(value, "shape") else 0
         found = shards > 1 and (value.shape in cut or value.shape[1:] in cut) if whole else False
-        return whole // shards if found else whole
+        return whole if own else whole // (shards if found else context)
 
     return weigh

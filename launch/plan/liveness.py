@@ -19,6 +19,7 @@ IN_PLACE = ("dynamic_update_slice", "scatter", "scatter-add")
 WHOLE = (
     "dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "triangular_solve",
     "sort", "top_k", "gather", "cumsum", "cumlogsumexp", "cummax", "cumprod", "concatenate",
+    "all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter",
     *LOOPS, *IN_PLACE,
 )  # fmt: skip
 """Operations whose operands and results are arrays in memory."""
@@ -26,7 +27,7 @@ WRITTEN = ("reduce_", "argmax", "argmin", "pad")
 """Beginnings of the names of what arithmetic is fused into, but which is fused into nothing."""
 VIEWS = (
     "reshape", "squeeze", "expand_dims", "transpose", "bitcast_convert_type", "name", "copy",
-    BARRIER,
+    "sharding_constraint", "pvary", BARRIER,
 )  # fmt: skip
 """The operand's bytes, seen otherwise: products take them in any order."""
 MADE_AGAIN = (
@@ -55,17 +56,17 @@ class _Walk:
 
     def __init__(self, weigh: Weigh):
         self.weigh = weigh
-        self.known: dict[tuple[int, tuple[bool, ...]], int] = {}
+        self.known: dict[tuple[int, tuple[bool, ...], bool], int] = {}
 
-    def body(self, jaxpr: Jaxpr, counted: Sequence[bool]) -> int:
-        key = id(jaxpr), tuple(counted)
+    def body(self, jaxpr: Jaxpr, counted: Sequence[bool], own: bool) -> int:
+        key = id(jaxpr), tuple(counted), own
         if key not in self.known:
-            self.known[key] = self.most(jaxpr, counted, results=True)
+            self.known[key] = self.most(jaxpr, counted, results=True, own=own)
         return self.known[key]
 
-    def most(self, jaxpr: Jaxpr, counted: Sequence[bool], results: bool) -> int:
+    def most(self, jaxpr: Jaxpr, counted: Sequence[bool], results: bool, own: bool = False) -> int:
         """With those of the inputs that are `counted`, and with the results or without."""
-        trace = trace_of(jaxpr, self.weigh)
+        trace = trace_of(jaxpr, self.weigh, own)
         lives = _lives(trace)
         free = {v for v, yes in zip(trace.inputs, counted, strict=True) if not yes}
         free |= set() if results else set(trace.outputs)
@@ -115,7 +116,9 @@ class _Walk:
         """The body's, less the carry's part that is there already: zeros and what ends here."""
         if operation.name == "cond":
             parts = [branch.jaxpr for branch in operation.params["branches"]]
-            inside = max(self.body(part, [False] * len(part.invars)) for part in parts)
+            inside = max(
+                self.body(part, [False] * len(part.invars), operation.own) for part in parts
+            )
             return max(inside, sum(size[v] for v in operation.writes))
         body, constants, carry = _loop(operation)
         rest = len(body.invars) - constants - len(carry)
@@ -127,7 +130,7 @@ class _Walk:
             there += size[result] if result in first else 0
             there += min(sum(live.get(v, 0) for v in own), size[result])
             taken |= own
-        return max(self.body(body, counted), sum(size[v] for v in held)) - there
+        return max(self.body(body, counted, operation.own), sum(size[v] for v in held)) - there
 
 
 def _loop(operation: Operation) -> tuple[Jaxpr, int, tuple[int, ...]]:

@@ -15,9 +15,11 @@ BARRIER = "optimization_barrier"
 
 LOOPS = ("scan", "while", "cond")
 """With programs of their own."""
+ON_EACH = "shard_map"
+"""A call of the part of a program that sees a device's own parts of arrays."""
 
-Weigh = Callable[[Any], int]
-"""Bytes that an abstract value takes of a device."""
+Weigh = Callable[[Any, bool], int]
+"""Bytes that an abstract value takes of a device; whether the value is a device's own part."""
 
 
 class Operation(NamedTuple):
@@ -28,6 +30,8 @@ class Operation(NamedTuple):
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     params: Mapping[str, Any]
+    own: bool
+    """Whether its arrays are a device's own parts."""
 
 
 class Trace(NamedTuple):
@@ -39,11 +43,12 @@ class Trace(NamedTuple):
     outputs: tuple[int, ...]
 
 
-def trace_of(jaxpr: Jaxpr, weigh: Weigh) -> Trace:
-    """Calls dissolved, and without what nothing reads. Literals and constants take nothing."""
+def trace_of(jaxpr: Jaxpr, weigh: Weigh, own: bool = False) -> Trace:
+    """Calls dissolved, and without what nothing reads. Literals and constants take nothing. `own`
+    tells whether the program sees a device's own parts alone."""
     made = _Made(weigh)
-    inputs = [made.array(variable.aval) for variable in jaxpr.invars]
-    outputs = made.all_of(jaxpr, inputs)
+    inputs = [made.array(variable.aval, own) for variable in jaxpr.invars]
+    outputs = made.all_of(jaxpr, inputs, own)
     needed, kept = set(outputs), []
     for operation in reversed(made.operations):
         if not needed.isdisjoint(operation.writes):
@@ -62,8 +67,8 @@ class _Made:
         self.literals: dict[str, int] = {}
         self.done: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
-    def array(self, aval: Any = None) -> int:
-        self.sizes[len(self.sizes)] = 0 if aval is None else self.weigh(aval)
+    def array(self, aval: Any = None, own: bool = False) -> int:
+        self.sizes[len(self.sizes)] = 0 if aval is None else self.weigh(aval, own)
         return len(self.sizes) - 1
 
     def literal(self, atom: Literal) -> int:
@@ -72,34 +77,37 @@ class _Made:
             self.literals[told] = self.array()
         return self.literals[told]
 
-    def all_of(self, jaxpr: Jaxpr, given: Sequence[int]) -> list[int]:
+    def all_of(self, jaxpr: Jaxpr, given: Sequence[int], own: bool) -> list[int]:
         """Numbers of the results."""
-        own: dict[Var, int] = dict(zip(jaxpr.invars, given, strict=True))
-        own |= {constant: self.array() for constant in jaxpr.constvars}
+        known: dict[Var, int] = dict(zip(jaxpr.invars, given, strict=True))
+        known |= {constant: self.array() for constant in jaxpr.constvars}
 
         def read(atom: Any) -> int:
-            return self.literal(atom) if isinstance(atom, Literal) else own[atom]
+            return self.literal(atom) if isinstance(atom, Literal) else known[atom]
 
         for equation in jaxpr.eqns:
             reads = [read(atom) for atom in equation.invars]
-            own.update(zip(equation.outvars, self.results(equation, reads), strict=True))
+            results = self.results(equation, reads, own)
+            known.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def results(self, equation: Any, reads: list[int]) -> Sequence[int]:
+    def results(self, equation: Any, reads: list[int], own: bool) -> Sequence[int]:
         """Numbers of what one equation writes."""
         name, params, avals = equation.primitive.name, equation.params, _avals(equation)
+        if name == ON_EACH:
+            return self.all_of(params["jaxpr"], reads, True)
         inner = called(name, params)
         if inner is not None:
             if params.get("differentiated") and params.get("prevent_cse"):
                 reads = self.behind_barrier(reads, params)
-            return self.all_of(inner, reads)
+            return self.all_of(inner, reads, own)
         if name == BARRIER:
             return self.behind_barrier(reads, params)
-        told = None if name in LOOPS else (name, tuple(reads), _told(params))
+        told = None if name in LOOPS else (name, tuple(reads), _told(params), own)
         known = self.done.get(told) if told else None
         if known is None:
-            known = tuple(map(self.array, avals))
-            self.operations.append(Operation(name, tuple(reads), known, params))
+            known = tuple(self.array(aval, own) for aval in avals)
+            self.operations.append(Operation(name, tuple(reads), known, params, own))
         if told:
             self.done[told] = known
         return known
@@ -110,7 +118,7 @@ class _Made:
         for read in reads:
             fresh.append(self.array())
             self.sizes[fresh[-1]] = self.sizes[read]
-            self.operations.append(Operation(BARRIER, (read,), (fresh[-1],), params))
+            self.operations.append(Operation(BARRIER, (read,), (fresh[-1],), params, False))
         return fresh
 
 

@@ -1,8 +1,11 @@
 """The fullest moment of small programs, counted by hand. All numbers are float32."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from launch.plan.liveness import fullest
 
@@ -13,7 +16,7 @@ MATRIX = 4 * N * N
 def bytes_of(run, *shapes: tuple[int, ...]) -> int:
     given = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     return fullest(
-        jax.make_jaxpr(run)(*given).jaxpr, lambda value: value.size * value.dtype.itemsize
+        jax.make_jaxpr(run)(*given).jaxpr, lambda value, own: value.size * value.dtype.itemsize
     )
 
 
@@ -85,3 +88,27 @@ def test_what_a_loop_writes_is_there_from_the_start() -> None:
         return carry, rows @ b
 
     assert bytes_of(run, (N, N), (N, N)) == (5 + 3) * MATRIX
+
+
+def test_a_device_holds_its_part_and_what_it_gathers() -> None:
+    """Halves of two products, and between them the first one whole."""
+    mesh = AbstractMesh((2,), ("x",), (AxisType.Auto,))
+    rows = PartitionSpec("x")
+
+    def own(a: jax.Array, b: jax.Array) -> jax.Array:
+        made = a @ b
+        return (made @ jax.lax.all_gather(made, "x", tiled=True)) @ b
+
+    def bytes_with(run: Callable[..., jax.Array]) -> int:
+        given = (jax.ShapeDtypeStruct((N, N), jnp.float32),) * 2
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = jax.make_jaxpr(run)(*given)
+        return fullest(traced.jaxpr, lambda value, own: 4 * value.size // (1 if own else 2))
+
+    def three(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (own(c, b), None), a, length=3)[0]
+
+    assert bytes_with(lambda a, b: (a @ b) @ b) == MATRIX // 2
+    for run in own, three:
+        each = jax.shard_map(run, in_specs=(rows, None), out_specs=rows)
+        assert bytes_with(each) == MATRIX // 2 + MATRIX + MATRIX // 2

@@ -124,6 +124,7 @@ def _shapes(policy: Any) -> Tree:
         pytest.param(
             LLAMA, {"fsdp": 2, "tensor": 2, "context": 2}, id="on_8", marks=pytest.mark.slow
         ),
+        pytest.param(KIMI | BLOCK, {"fsdp": 2, "context": 4}, id="context", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_within_a_fifth_of_what_xla_says(model: dict, mesh: dict) -> None:
