@@ -44,12 +44,12 @@ def unit(x):
 class Case:
     """One call: float32 q, k, v, g, beta [R, L, ...], the state [R, H, K, V], reset [R, L / 64]."""
 
-    operands: tuple[jax.Array, ...]
-    reset: jax.Array
+    operands: tuple[np.ndarray, ...]
+    reset: np.ndarray
 
     def rounded(self, dtype):
         """q, k and v as values of `dtype`."""
-        rounded = [jnp.asarray(x, dtype) for x in self.operands[:3]]
+        rounded = [np.asarray(x, dtype) for x in self.operands[:3]]
         return Case((*rounded, *self.operands[3:]), self.reset)
 
 
@@ -83,15 +83,14 @@ def case(
             start += 64 * max(1, -(-n // 64))
     k, v, g = (np.where(valid[..., None, None], x, 0.0) for x in (k, v, g))
     b = np.where(valid[..., None], b, 0.0)
-    operands = tuple(jnp.asarray(x, jnp.float32) for x in (q, k, v, g, b, state))
-    return Case(operands, jnp.asarray(reset))
+    return Case(tuple(np.float32(x) for x in (q, k, v, g, b, state)), reset)
 
 
 def cotangents(of, dtype=np.float32, seed=7):
     """Random float32 weights on the outputs, values of `dtype`, and on the final state."""
     rng = np.random.default_rng(seed)
     outputs, final = (rng.standard_normal(of.operands[i].shape) for i in (2, 5))
-    return np.asarray(jnp.asarray(outputs, dtype), np.float32), final.astype(np.float32)
+    return outputs.astype(dtype).astype(np.float32), final.astype(np.float32)
 
 
 @jax.jit
@@ -116,8 +115,8 @@ def oracle(of, weights):
         g,
     )
     with jax.enable_x64(True):
-        wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v, g, beta, state, *weights)]
-        return [np.asarray(x) for x in _exact(wide[:6], wide[6:])]
+        exact = _exact((q, k, v, g, beta, state), [np.float64(x) for x in weights])
+        return [np.asarray(x) for x in exact]
 
 
 def distance(got, want):

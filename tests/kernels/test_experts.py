@@ -1,6 +1,6 @@
 """Mixtures of experts: float64 oracle, gradients, padding, bits beside other tokens."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import pytest
 
 from rl_jax.kernels.experts import api, reference, triton_launch, xla
 from rl_jax.sharding import make_mesh, make_trainer_mesh
+from tests.fakes.compiling import QUICK
 
 D, F, E, K = 12, 10, 5, 3
 
@@ -20,10 +21,10 @@ def case(tokens, seed=0, dtype=np.float32):
     choices[::7] = -1
     shapes = (tokens, D), (tokens, K), (E, D, F), (E, D, F), (E, F, D)
     x, weights, *matrices = (random.standard_normal(shape) for shape in shapes)
-    parts = (x.astype(dtype), choices, weights.astype(dtype), *(m.astype(dtype) for m in matrices))
-    return tuple(jnp.asarray(part) for part in parts)
+    return x.astype(dtype), choices, weights.astype(dtype), *(m.astype(dtype) for m in matrices)
 
 
+@partial(jax.jit, static_argnums=0, compiler_options=QUICK)
 def with_gradients(function, case):
     """The output, then gradients of all operands but the choices."""
     x, choices, *rest = case
@@ -39,7 +40,7 @@ def distance(one, other):
 def test_values_and_gradients_are_those_of_every_expert_on_every_token():
     with jax.enable_x64(True):
         wanted = with_gradients(reference.mix, case(40, dtype=np.float64))
-        exact = jax.jit(lambda *x: with_gradients(api.mix, x))(*case(40, dtype=np.float64))
+        exact = with_gradients(api.mix, case(40, dtype=np.float64))
         for one, other in zip(exact, wanted, strict=True):
             assert distance(one, other) < 1e-13
     for one, other in zip(with_gradients(api.mix, case(40)), wanted, strict=True):
@@ -48,25 +49,30 @@ def test_values_and_gradients_are_those_of_every_expert_on_every_token():
 
 def test_a_choice_of_no_expert_adds_nothing_and_has_no_gradient():
     x, choices, weights, *matrices = case(8)
-    choices = choices.at[1, 0].set(-1)
-    x = x.at[0].set(np.inf)
-    out, d_x, d_weights, *_ = with_gradients(api.mix, (x, choices, weights, *matrices))
+    choices[1, 0], x[0] = -1, np.inf
+    given = x, choices, weights, *matrices
+    out, d_x, d_weights, *_ = map(np.asarray, with_gradients(api.mix, given))
     assert not np.any(out[0]) and not np.any(d_x[0]) and not np.any(d_weights[0])
     assert d_weights[1, 0] == 0.0
-    kept = weights.at[1, 0].set(0.0), matrices
-    want = reference.mix(x.at[0].set(0.0), choices, kept[0], *kept[1])
+    weights[1, 0] = x[0] = 0.0
+    want = jax.jit(reference.mix, compiler_options=QUICK)(x, choices, weights, *matrices)
     np.testing.assert_allclose(out[1:], want[1:], rtol=1e-4, atol=1e-5)
+
+
+mix = jax.jit(api.mix)
 
 
 @pytest.mark.parametrize("name", ["alone among others", "all to one expert"])
 def test_neighbours_change_no_bit(name):
     x, choices, weights, *matrices = case(64)
-    own = api.mix(x, choices, weights, *matrices)
+    own = mix(x, choices, weights, *matrices)
     others = case(64, seed=1)
-    mixed = others[0].at[9].set(x[9]), others[1].at[9].set(choices[9]), weights
+    others[0][9] = x[9]
     if name == "all to one expert":
-        mixed = mixed[0], jnp.full_like(choices, 2).at[9].set(choices[9]), weights
-    np.testing.assert_array_equal(api.mix(*mixed, *matrices)[9], own[9])
+        others[1][:] = 2
+    others[1][9] = choices[9]
+    mixed = *others[:2], weights
+    np.testing.assert_array_equal(mix(*mixed, *matrices)[9], own[9])
 
 
 def wide(seed=0):
@@ -76,30 +82,31 @@ def wide(seed=0):
     choices[:, ::7] = -1
     shapes = (8, 16, 16), (8, 16, K), (8, 16, 8), (8, 16, 8), (8, 8, 16)
     x, *rest = (np.float32(random.standard_normal(shape)) for shape in shapes)
-    return tuple(map(jnp.asarray, (x, choices, *rest)))
+    return x, choices, *rest
+
+
+@cache
+def on_one_device():
+    return jax.tree.map(np.asarray, with_gradients(api.mix, wide()))
 
 
 def test_blocks_of_tokens_give_what_one_product_gives():
-    operands = wide()
-    blocks = partial(api.mix, block=24)
-    wanted = jax.jit(lambda *x: with_gradients(api.mix, x))(*operands)
-    for one, other in zip(with_gradients(blocks, operands), wanted, strict=True):
+    blocks = with_gradients(partial(api.mix, block=24), wide())
+    for one, other in zip(blocks, on_one_device(), strict=True):
         assert distance(one, other) < 1e-6
 
 
 @pytest.mark.parametrize("place", ["experts and widths", "tokens", "sampler"])
 def test_a_mesh_computes_what_one_device_does(place):
-    operands, devices = wide(), jax.devices()
+    devices = jax.devices()
     mesh = {
         "experts and widths": partial(make_trainer_mesh, devices, fsdp=2, expert=2, tensor=2),
         "tokens": partial(make_trainer_mesh, devices, context=2, expert=4),
         "sampler": partial(make_mesh, devices, 2, 4),
     }[place]()
-    wanted = jax.jit(lambda *x: with_gradients(api.mix, x))(*operands)
     with jax.set_mesh(mesh):
-        run = partial(api.mix, block=24)
-        got = jax.jit(lambda *x: with_gradients(run, x))(*operands)
-    for one, other in zip(jax.block_until_ready(got), wanted, strict=True):
+        got = with_gradients(partial(api.mix, block=24), wide())
+    for one, other in zip(jax.block_until_ready(got), on_one_device(), strict=True):
         assert distance(one, other) < 1e-6
 
 
@@ -115,7 +122,7 @@ def test_a_mesh_computes_what_one_device_does(place):
     ],
 )
 def test_operands_that_do_not_fit_are_named(index, value, message):
-    operands = list(case(8))
+    operands = list(map(jnp.asarray, case(8)))
     operands[index] = value
     with pytest.raises((ValueError, TypeError), match=message):
         getattr(api.mix, "__wrapped__", api.mix)(*operands)
@@ -125,7 +132,8 @@ def test_operands_that_do_not_fit_are_named(index, value, message):
 def test_tiles_hold_every_row_of_every_group_once(sizes):
     """Of 16 rows each, for the kernels of GPUs; 20 rows belong to no group."""
     count = sum(sizes) + 20
-    groups, first, end = triton_launch.tiles(jnp.asarray(sizes, jnp.int32), count, 16)
+    tiles = jax.jit(triton_launch.tiles, static_argnums=(1, 2), compiler_options=QUICK)
+    groups, first, end = jax.device_get(tiles(np.array(sizes, np.int32), count, 16))
     found = [
         (int(group), row)
         for group, begin, stop in zip(groups, first, end, strict=True)

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from rl_jax.kernels.kda import api, triton_launch
+from tests.fakes.compiling import QUICK
 from tests.kernels.kda_cases import case
 
 NAMES = ("q", "k", "v", "g", "beta", "state")
 
 
 def operands():
-    return dict(zip(NAMES, case(((64,),), length=64).operands, strict=True))
+    made = map(jnp.asarray, case(((64,),), length=64).operands)
+    return dict(zip(NAMES, made, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,8 @@ def test_backends_by_name(monkeypatch):
     with pytest.raises(ValueError, match="backend: 'cuda' is not one of chip, "):
         api.chunked(**operands(), backend="cuda")
     assert asked == [(16, 24, jnp.float32)] * 2
-    default, named = api.chunked(**operands()), api.chunked(**operands(), backend="xla")
+    runs = (functools.partial(api.chunked, backend=name) for name in (None, "xla"))
+    default, named = (jax.jit(run, compiler_options=QUICK)(**operands()) for run in runs)
     assert all(np.array_equal(a, b) for a, b in zip(default, named, strict=True))
     found = api.backends(128, 128, jnp.bfloat16)
     assert found["chip"] and found["xla"] == ""

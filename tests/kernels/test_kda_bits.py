@@ -5,12 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.kernels.kda import api, chunk
-from tests.kernels.kda_cases import Case, case
+from rl_jax.kernels.kda import api, chunk, xla
+from tests.kernels.kda_cases import Case, H, case
 
-LENGTH = 256
+LENGTH = 320
 KINDS = [(-5.0, jnp.float32), (-5.0, jnp.bfloat16), (None, jnp.float32)]
-chunked = jax.jit(api.chunked, static_argnames="lower_bound")
+run = jax.jit(api.chunked, static_argnames="lower_bound")
+
+
+def chunked(*operands, lower_bound):
+    return jax.device_get(run(*operands, lower_bound=lower_bound))
 
 
 def later_changed(of: Case, token: int) -> Case:
@@ -31,45 +35,54 @@ def test_no_output_sees_a_later_token(gate, token, lower_bound, dtype):
     before = case(((LENGTH,), (LENGTH,)), gate=gate, length=LENGTH)
     after = later_changed(before, token)
     one, two = (
-        chunked(*of.rounded(dtype).operands, lower_bound=lower_bound)[0] for of in (before, after)
+        chunked(*of.rounded(dtype).operands, of.reset, lower_bound=lower_bound)[0]
+        for of in (before, after)
     )
     assert np.array_equal(one[:, :token], two[:, :token])
     assert not np.array_equal(one[:, token:], two[:, token:])
 
 
 @pytest.mark.parametrize(("lower_bound", "dtype"), KINDS)
-@pytest.mark.parametrize("cut", [64, 192])
-def test_cuts_between_chunks_change_no_bit(cut, lower_bound, dtype):
-    *tokens, state = case(((LENGTH,), (LENGTH,)), length=LENGTH).rounded(dtype).operands
-    whole, final = chunked(*tokens, state, lower_bound=lower_bound)
-    first, middle = chunked(*(x[:, :cut] for x in tokens), state, lower_bound=lower_bound)
-    second, last = chunked(*(x[:, cut:] for x in tokens), middle, lower_bound=lower_bound)
-    assert np.array_equal(whole, np.concatenate([first, second], 1))
-    assert np.array_equal(final, last)
+def test_cuts_between_chunks_change_no_bit(lower_bound, dtype):
+    of = case(((LENGTH,), (LENGTH,)), length=LENGTH).rounded(dtype)
+    *tokens, state = of.operands
+    whole, final = chunked(*of.operands, of.reset, lower_bound=lower_bound)
+    outs = []
+    for number in range(LENGTH // 64):
+        here = slice(64 * number, 64 * number + 64)
+        reset = of.reset[:, number : number + 1]
+        out, state = chunked(*(x[:, here] for x in tokens), state, reset, lower_bound=lower_bound)
+        outs.append(out)
+    assert np.array_equal(whole, np.concatenate(outs, 1))
+    assert np.array_equal(final, state)
 
 
 def test_groups_change_no_bit():
-    """17 chunks in groups of 9 with one added, or each row alone in groups of another size."""
-    of = case()
+    """Five chunks in groups of two with one added, or each row alone in groups of three."""
+    of = case(((300,), (65, 0, 1, 64)), length=LENGTH)
     *tokens, state = of.operands
-    together = chunked(*tokens, state, of.reset)
+    assert [xla.group_size(5, rows * H, bounded=False) for rows in (2, 1)] == [2, 3]
+    together = chunked(*tokens, state, of.reset, lower_bound=None)
     for row in (0, 1):
         here = slice(row, row + 1)
-        alone = chunked(*(x[here] for x in tokens), state[here], of.reset[here])
+        alone = chunked(*(x[here] for x in tokens), state[here], of.reset[here], lower_bound=None)
         assert all(np.array_equal(a[here], b) for a, b in zip(together, alone, strict=True))
 
 
 def test_packed_sequences_equal_each_alone():
     """And the garbage that a row begins with is gone where a sequence begins."""
-    lengths = (65, 0, 1, 300, 128)
-    of = case((lengths,))
+    packs = (1, 65, 30), (64, 128, 0)
+    of = case(packs, length=LENGTH)
     *tokens, state = of.operands
-    out, _ = chunked(*tokens, np.full_like(state, np.nan), of.reset)
+    out, _ = chunked(*tokens, np.full_like(state, np.nan), of.reset, lower_bound=-5.0)
     start = 0
-    for n in lengths:
-        size = 64 * max(1, -(-n // 64))
-        alone, _ = chunked(*(x[:, start : start + size] for x in tokens))
-        assert np.array_equal(out[:, start : start + n], alone[:, :n])
+    for lengths, size in zip(zip(*packs, strict=True), (64, 128, 64), strict=True):
+        here = slice(start, start + size)
+        no_reset = np.zeros((2, size // 64), bool)
+        own = [x[:, here] for x in tokens]
+        alone, _ = chunked(*own, np.zeros_like(state), no_reset, lower_bound=-5.0)
+        for row, n in enumerate(lengths):
+            assert np.array_equal(out[row, here][:n], alone[row, :n])
         start += size
 
 

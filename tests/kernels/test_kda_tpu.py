@@ -28,6 +28,9 @@ from tests.kernels.kda_cases import (
 
 LENGTH = 17 * 64
 """Two groups of the backward pass and a chunk."""
+SHORT = 9 * 64
+"""A group and a chunk."""
+short = partial(case, ((500,), (65, 0, 1, 200)), length=SHORT)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,7 +77,11 @@ unbounded = partial(chunks, bounded=False)
 @pytest.mark.parametrize("beta", [None, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("gate", kda_cases.BOUNDED)
 def test_bounded_gates(gate, beta):
-    assert_within(errors(chunks, case(gate=gate, beta=beta)), NEAR)
+    assert_within(errors(chunks, short(gate=gate, beta=beta)), NEAR)
+
+
+def test_three_groups_of_the_backward_pass():
+    assert_within(errors(chunks, case()), NEAR)
 
 
 @pytest.mark.slow
@@ -87,7 +94,7 @@ def test_gates_without_a_bound(gate, beta):
 @pytest.mark.parametrize("beta", [None, 0.0, 2.0])
 @pytest.mark.parametrize("gate", ["mixed", "saturated", "open"])
 def test_rounded_operands(gate, beta):
-    found = errors(chunks, case(gate=gate, beta=beta), dtype=jnp.bfloat16)
+    found = errors(chunks, short(gate=gate, beta=beta), dtype=jnp.bfloat16)
     print(f"{gate} gates, beta {beta}: {found}")
     assert_within(found, ROUNDED)
 
@@ -100,7 +107,8 @@ def test_rounded_operands_with_gates_without_a_bound():
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65])
 def test_lengths_and_packs(length):
-    assert_within(errors(chunks, case(((length,), (length, 0, 200, length)), seed=length)), NEAR)
+    packs = (length,), (length, 0, 200, length)
+    assert_within(errors(chunks, case(packs, seed=length, length=SHORT)), NEAR)
 
 
 @pytest.mark.slow
@@ -137,7 +145,8 @@ def test_exported_states_and_their_gradients():
     )
 
     def pulled(run):
-        made, pull = jax.vjp(lambda *x: run(*x, of.reset), *of.operands)
+        *given, reset = map(jnp.asarray, (*of.operands, of.reset))
+        made, pull = jax.vjp(lambda *x: run(*x, reset), *given)
         return *made, *pull(weights)
 
     runs = (
@@ -250,20 +259,24 @@ def copies(monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", partial(plain, interpret=parameters))
 
 
+recurrence = jax.jit(jax.vmap(reference.recurrent), compiler_options=QUICK)
+
+
 @pytest.mark.parametrize("value_width", [128, 256])
 def test_decode_equals_the_recurrence_in_float64(value_width, copies, capfd):
     made = Pages(value_width)
     out, pool = made.decoded()
     wanted_pool = made.pool.copy()
+    with jax.enable_x64(True):
+        # What lies behind the last token is NaN; zeros leave the state as it is.
+        exact = (np.float64(np.nan_to_num(x)) for x in made.operands)
+        want, final = map(np.asarray, recurrence(*exact, np.float64(made.states)))
     for row, n in enumerate(N_VALID):
-        with jax.enable_x64(True):
-            exact = [jnp.asarray(x[row, :n], jnp.float64) for x in made.operands]
-            want, final = reference.recurrent(*exact, jnp.asarray(made.states[row], jnp.float64))
-        np.testing.assert_allclose(out[row, :n], want, atol=1e-6)
+        np.testing.assert_allclose(out[row, :n], want[row, :n], atol=1e-6)
         for head in range(4) if n else ():
             at = made.place(row, head)
             state = pool[at].view(np.float32).reshape(K, value_width)
-            np.testing.assert_allclose(state, final[head], atol=1e-6)
+            np.testing.assert_allclose(state, final[row, head], atol=1e-6)
             wanted_pool[at] = pool[at]
     assert np.array_equal(pool, wanted_pool), "a page changed outside its states"
     assert "RACE" not in capfd.readouterr().out.upper()

@@ -1,6 +1,6 @@
 """Attention with fewer keys than queries: groups of heads in training, narrow queries on pages."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rl_jax.kernels.mla import api, pallas_tpu, reference
 from rl_jax.sharding import make_mesh
+from tests.fakes.compiling import QUICK
 
 HEADS, GROUPS, WIDTH, VALUE = 4, 2, 12, 8
 LENGTHS = 64, 70
@@ -33,7 +34,7 @@ def slopes(attend, q, k, v, weights):
         return jnp.sum(out * weights), out
 
     run = jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True)
-    (_, out), gradients = jax.jit(run)(q, k, v)
+    (_, out), gradients = jax.jit(run, compiler_options=QUICK)(q, k, v)
     return [np.asarray(x) for x in (out, *gradients)]
 
 
@@ -46,9 +47,10 @@ def textbook(q, k, v):
     return jnp.concatenate([*outs, padding])[None]
 
 
+@cache
 def exact() -> list[np.ndarray]:
     with jax.enable_x64(True):
-        return slopes(textbook, *(jnp.asarray(x, jnp.float64) for x in operands()))
+        return slopes(textbook, *map(np.float64, operands()))
 
 
 @pytest.mark.parametrize("opaque", [False, True], ids=["as groups", "a kernel of every head"])
@@ -72,7 +74,7 @@ def test_each_device_takes_its_own_groups() -> None:
     grid = make_mesh(jax.devices(), 2, 2)
     q, k, v, _ = (np.concatenate([x, 2 * x]) for x in operands())
     segments = np.concatenate([SEGMENTS, SEGMENTS])
-    run = jax.jit(partial(api.attend_heads, scale=0.3))
+    run = jax.jit(partial(api.attend_heads, scale=0.3), compiler_options=QUICK)
     want = run(q, k, v, segments)
     heads = NamedSharding(grid, PartitionSpec("data", None, "tensor"))
     rows = NamedSharding(grid, PartitionSpec("data"))
@@ -103,7 +105,7 @@ def test_queries_meet_the_last_numbers_of_what_a_token_keeps(monkeypatch, backen
     q = np.random.default_rng(2).standard_normal((2, 1, 3, 32)).astype(np.float32)
     shape = {"value_width": 32, "scale": 0.2, "width": 64, "backend": backend}
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        run = jax.jit(partial(api.attend_pages, **shape))
+        run = jax.jit(partial(api.attend_pages, **shape), compiler_options=QUICK)
         out = np.asarray(run(q, pool, table, ends - 1, np.ones(2, np.int32)))
     for row, head in np.ndindex(2, 3):
         seen = np.float64(tokens[row, : ends[row]])

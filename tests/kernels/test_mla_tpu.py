@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from rl_jax.kernels.mla import pallas_tpu, pallas_tpu_pages, reference
+from tests.fakes.compiling import QUICK
 
 INTERPRETED = pltpu.InterpretParams()
 """VMEM starts as NaN, a DMA happens where it is waited for."""
@@ -31,16 +32,26 @@ def written(ends, width, seed=0, spare_lines=8):
 def queries(ends, n, heads, width):
     """(every token's queries, the last n of each row, positions, n_valid)."""
     rng = np.random.default_rng(7)
-    whole = rng.standard_normal((len(ends), max(*ends, n), heads, width)).astype(np.float32)
+    length = -(-max(*ends, n) // 64) * 64
+    whole = rng.standard_normal((len(ends), length, heads, width)).astype(np.float32)
     positions = np.maximum(np.array(ends) - n, 0).astype(np.int32)
     q = np.stack([row[at : at + n] for row, at in zip(whole, positions, strict=True)])
     return whole, q, positions, np.minimum(ends, n).astype(np.int32)
 
 
 def attend(q, pool, pages, positions, n_valid, **shape):
-    run = jax.jit(partial(pallas_tpu.attend_pages, **shape))
+    run = jax.jit(partial(pallas_tpu.attend_pages, **shape), compiler_options=QUICK)
     with pltpu.force_tpu_interpret_mode(INTERPRETED):
         return np.asarray(run(q, pool, pages, positions, n_valid).astype(jnp.float32))
+
+
+def exact(whole, latents, **shape):
+    """float64 outputs of every token of every row: none sees a later one."""
+    latents = latents[:, : whole.shape[1]]
+    attend = jax.vmap(partial(reference.attend, **shape))
+    with jax.enable_x64(True):
+        run = jax.jit(attend, compiler_options=QUICK)
+        return np.asarray(run(np.float64(whole), np.float64(latents)))
 
 
 PAGES = {
@@ -59,11 +70,9 @@ def test_pages_against_one_softmax(case):
     pool, pages, latents = written(ends, width)
     whole, q, positions, n_valid = queries(ends, n, heads, width)
     got = attend(q, pool, pages, positions, n_valid, **shape)
+    want = exact(whole, latents, **shape)
     for row, (end, at) in enumerate(zip(ends, positions, strict=True)):
-        with jax.enable_x64(True):
-            exact = [jnp.asarray(x[row, :end], jnp.float64) for x in (whole, latents)]
-            want = np.asarray(reference.attend(*exact, **shape))[at:]
-        np.testing.assert_allclose(got[row, : n_valid[row]], want, atol=3e-6)
+        np.testing.assert_allclose(got[row, : n_valid[row]], want[row, at:end], atol=3e-6)
         assert not np.any(got[row, n_valid[row] :])
 
 
@@ -88,10 +97,9 @@ def test_bfloat16_queries_multiply_as_bfloat16():
     whole, q, positions, n_valid = queries(ends, 1, 3, 192)
     shape = {"value_width": 128, "scale": 192**-0.5}
     got = attend(jnp.asarray(q, jnp.bfloat16), pool, pages, positions, n_valid, **shape)
+    every = exact(whole, latents, **shape)
     for row, end in enumerate(ends):
-        with jax.enable_x64(True):
-            exact = [jnp.asarray(x[row, :end], jnp.float64) for x in (whole, latents)]
-            want = np.asarray(reference.attend(*exact, **shape))[-1]
+        want = every[row, end - 1]
         error = np.linalg.norm(got[row, 0] - want) / np.linalg.norm(want)
         assert 1e-4 < error < 5e-3
 
@@ -122,7 +130,8 @@ def test_write_changes_the_tokens_words_alone(case):
             want[pages[row, at // 64], start : start + width] = words
     scalars = np.array(positions, np.int32), np.array(n_valid, np.int32)
     with pltpu.force_tpu_interpret_mode(INTERPRETED):
-        got = np.asarray(jax.jit(pallas_tpu.write_pages)(pool, pages, *scalars, values))
+        run = jax.jit(pallas_tpu.write_pages, compiler_options=QUICK)
+        got = np.asarray(run(pool, pages, *scalars, values))
     assert np.array_equal(got, want.reshape(pool.shape))
 
 
@@ -175,11 +184,11 @@ def test_heads_and_their_gradients(monkeypatch, shards):
             outs.append(pallas_tpu.attend_heads(q[:, own], k, v, ids[:, own], **options))
         return jnp.concatenate(outs, 1)
 
-    got = jax.jit(partial(both, ours))(q, k, v)
+    got = jax.jit(partial(both, ours), compiler_options=QUICK)(q, k, v)
     with jax.enable_x64(True):
-        exact = [jnp.asarray(x, jnp.float64) for x in (q, k, v)]
-        want = jax.jit(partial(both, partial(dense, segments=segments, scale=0.3)))(*exact)
-        want = [np.asarray(x) for x in want]
+        wanted = partial(both, partial(dense, segments=segments, scale=0.3))
+        wanted = jax.jit(wanted, compiler_options=QUICK)
+        want = [np.asarray(x) for x in wanted(*map(np.float64, (q, k, v)))]
     for result, theirs in zip(got, want, strict=True):
         error = np.linalg.norm(np.asarray(result) - theirs) / np.linalg.norm(theirs)
         assert error < 2e-6
@@ -206,10 +215,12 @@ def test_float32_products_keep_all_bits(dtype):
         assert products >= 4 and exact == (products if dtype == jnp.float32 else 0)
 
 
+block_masks = jax.jit(pallas_tpu._block_masks, static_argnums=3, compiler_options=QUICK)
+
+
 def test_skipped_blocks_are_those_without_a_segment_in_common():
     segments = np.repeat([0, 0, 1, -1, 2, 2, 2, -1], 4).astype(np.int32)
-    ids = jnp.asarray(segments)
-    masks = pallas_tpu._block_masks(ids, ids, jnp.int32(0), 8)
+    masks = block_masks(segments, segments, 0, 8)
     meet = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
     nearest_key = [[0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2], [2, 2, 2, 3]]
     nearest_query = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 3, 3]]
@@ -221,8 +232,8 @@ def test_skipped_blocks_are_those_without_a_segment_in_common():
 
 def test_blocks_of_a_shard_meet_those_of_the_whole_row():
     """Rows 2 and 3 of the table of all blocks; queries count from the shard's first."""
-    segments = jnp.asarray(np.repeat([0, 0, 1, -1, 2, 2, 2, -1], 4).astype(np.int32))
-    masks = pallas_tpu._block_masks(segments[16:], segments, jnp.int32(16), 8)
+    segments = np.repeat([0, 0, 1, -1, 2, 2, 2, -1], 4).astype(np.int32)
+    masks = block_masks(segments[16:], segments, 16, 8)
     nearest_key, nearest_query = [[2, 2, 2, 2], [2, 2, 2, 3]], [[0, 0, 0, 0], [0, 0, 1, 1]]
     for mask, nearest in zip(masks, (nearest_key, nearest_query), strict=True):
         assert mask.block_mask is not None and mask.data_next is not None

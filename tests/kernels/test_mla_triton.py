@@ -1,11 +1,15 @@
 """Which blocks the Triton kernels of latent attention visit, and what they refuse."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rl_jax.kernels.mla import triton_launch
+from tests.fakes.compiling import QUICK
 
+key_spans = jax.jit(triton_launch.key_spans, static_argnums=3, compiler_options=QUICK)
+query_spans = jax.jit(triton_launch.query_spans, static_argnums=(2, 3), compiler_options=QUICK)
 ROWS = [
     [0] * 70 + [-1] * 58 + [1] * 64 + [2] * 128,
     [0] * 320,
@@ -29,8 +33,7 @@ SHARDS = [(0, 320), (64, 128), (192, 128), (256, 64)]
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize(("at", "length"), SHARDS)
 def test_no_seen_key_is_skipped_and_clear_blocks_are_seen_whole(block, at, length):
-    own = jnp.asarray(SEGMENTS[:, at : at + length])
-    spans = triton_launch.key_spans(own, jnp.asarray(SEGMENTS), at, block)
+    spans = key_spans(SEGMENTS[:, at : at + length], SEGMENTS, at, block)
     first, clear = (np.asarray(x) for x in spans)
     assert not np.any(first % 64) and not np.any(clear % 64)
     for r, row in enumerate(SEGMENTS):
@@ -47,7 +50,7 @@ def test_no_seen_key_is_skipped_and_clear_blocks_are_seen_whole(block, at, lengt
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize(("at", "length"), SHARDS)
 def test_no_seeing_query_is_skipped_and_clear_blocks_see_all(block, at, length):
-    spans = triton_launch.query_spans(jnp.asarray(SEGMENTS), at, length, block)
+    spans = query_spans(SEGMENTS, at, length, block)
     last, clear = (np.asarray(x) for x in spans)
     assert not np.any(last % 64) and not np.any(clear % 64)
     for r, row in enumerate(SEGMENTS):
@@ -62,9 +65,9 @@ def test_no_seeing_query_is_skipped_and_clear_blocks_see_all(block, at, length):
 
 
 def test_one_long_segment_needs_masks_on_the_diagonal_only():
-    row = jnp.zeros((1, 256), jnp.int32)
-    assert [x.tolist() for x in triton_launch.key_spans(row, row, 0, 128)] == [[[0, 0]], [[0, 0]]]
-    spans = triton_launch.query_spans(row, 0, 256, 128)
+    row = np.zeros((1, 256), np.int32)
+    assert [x.tolist() for x in key_spans(row, row, 0, 128)] == [[[0, 0]], [[0, 0]]]
+    spans = query_spans(row, 0, 256, 128)
     assert [x.tolist() for x in spans] == [[[256] * 2], [[256] * 2]]
 
 
