@@ -49,6 +49,8 @@ def export_snapshot(
     staging.check(plan)
     left = {p.tensor for name in table.keys() - staging.done for p in table[name].parts}
     staging.check_room(sum(_size(origin, name) for name in left))
+    if rounded := _rounded(table, origin, manifest):
+        reporter.note(f"{rounded} tensors of this version were rounded: they are not as imported")
     with staging.open(plan):
         _write_tensors(store, manifest, table, origin, files, staging, reporter)
         _write_rest(origin, files, staging.path)
@@ -83,6 +85,19 @@ def _table(origin: Origin, manifest: Manifest, snapshot: Path) -> Table:
                 f"that it {_of_shape(wanted.get(name))}"
             )
     return table
+
+
+def _rounded(table: Table, origin: Origin, manifest: Manifest) -> int:
+    """How many tensors have more digits in the origin's dtype than the version's has, as that of a
+    sampler with `param_dtype`."""
+    rounded = {
+        part.tensor
+        for name, leaf in table.items()
+        for part in leaf.parts
+        if np.dtype(manifest.leaves[name].dtype)
+        not in (np.float32, DTYPES[origin.tensors[part.tensor][0]])
+    }
+    return len(rounded)
 
 
 def _of_shape(shape: Sequence[int] | None) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_jax.config.base import UserError
+from rl_jax.snapshots.leaves import drop_cut_line
 from rl_jax.snapshots.store import check_room
 
 _PLAN = "plan.sha256"
@@ -74,6 +75,7 @@ class Staging:
                 raise UserError(f"{self.path}: another process is at work there") from None
             # Whoever had the lock may have ended, or begun, since it was looked at.
             self.check(plan)
+            drop_cut_line(self.path / _DONE)
             if not (self.path / _PLAN).is_file():
                 _write(self.path / _PLAN, _digest(plan))
             yield

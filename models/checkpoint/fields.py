@@ -2,10 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import inf
 from typing import Any
 
 from models.checkpoint.layout import CheckpointError
+
+MOST = 1e30
+"""Of any number of a config."""
+MOST_LAYERS = 10_000
 
 
 class Fields:
@@ -21,20 +25,22 @@ class Fields:
         value = self._table.get(name)
         return default if value is None else value
 
-    def count(self, name: str, default: Any = None, least: int = 1) -> int:
-        """An integer of at least `least`."""
+    def count(self, name: str, default: Any = None, least: int = 1, most: int = 2**31 - 1) -> int:
+        """An integer from `least` to `most`."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self._refuse(name, value, f"an integer, at least {least}")
+        if value > most:
+            self._refuse(name, value, f"an integer, at most {most}")
         return value
 
     def number(self, name: str, default: Any = None) -> float:
         """A positive number."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < inf:
             self._refuse(name, value, "a number")
-        if value <= 0:
-            self._refuse(name, value, "a number above 0")
+        if not 0 < value <= MOST:
+            self._refuse(name, value, f"a number above 0, at most {MOST:g}")
         return float(value)
 
     def flag(self, name: str, default: Any) -> bool:

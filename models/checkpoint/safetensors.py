@@ -7,6 +7,7 @@ offsets behind the header.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -126,7 +127,11 @@ def read_run(path: str, offset: int, dtype: np.dtype, count: int) -> np.ndarray:
 def create(
     path: Path, tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]
 ) -> None:
-    """A file of the right length with header and zeros for (name, dtype, shape), in order."""
+    """A file of the right length with header and zeros for (name, dtype, shape), in order.
+
+    Its blocks are taken now, so that an OSError tells of a full disk: who writes to a mapped file
+    without a block is killed.
+    """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     place = 0
     for name, dtype, shape in tensors:
@@ -137,7 +142,8 @@ def create(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + place)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + place)
 
 
 def mapped(path: Path, header: Header, name: str) -> np.memmap:

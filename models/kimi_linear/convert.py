@@ -7,7 +7,7 @@ Names and layouts are those of Kimi-Linear-48B-A3B. The bounded gate of later mo
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoint.fields import Fields
+from models.checkpoint.fields import MOST_LAYERS, Fields
 from models.checkpoint.layout import (
     CheckpointError,
     Leaf,
@@ -42,7 +42,7 @@ def read_config(table: Mapping[str, Any]) -> KimiLinearConfig:
         layers=layers,
         feed_forward=_feed_forwards(fields, len(layers), "experts" in sizes),
         tied=fields.flag("tie_word_embeddings", False),
-        rms_eps=fields.number("rms_norm_eps", 1e-5),
+        rms_eps=fields.number("rms_norm_eps", 1e-6),
         heads=linear.count("num_heads", fields.get("linear_num_heads")),
         head_dim=head_dim,
         conv_taps=linear.count("short_conv_kernel_size", fields.get("linear_conv_kernel_dim")),
@@ -74,7 +74,7 @@ def _check_fixed(fields: Fields, linear: Fields) -> None:
 
 def _mixers(fields: Fields, linear: Fields) -> tuple[str, ...]:
     """Of every layer, from lists of numbers that begin at 1, or from the names of types."""
-    count = fields.count("num_hidden_layers")
+    count = fields.count("num_hidden_layers", most=MOST_LAYERS)
     full, kda = linear.counts("full_attn_layers"), linear.counts("kda_layers")
     if full or kda:
         if sorted((*full, *kda)) != list(range(1, count + 1)):
@@ -109,15 +109,17 @@ def _experts(fields: Fields) -> dict[str, Any]:
     """The sizes of the mixture; empty for a model without one."""
     if (experts := fields.get("num_experts", fields.get("num_local_experts"))) is None:
         return {}
-    chosen = fields.get("num_experts_per_tok")
+    chosen = fields.count("num_experts_per_token", fields.get("num_experts_per_tok"))
+    renormalise = fields.flag("moe_renormalize", fields.get("norm_topk_prob", True))
     shared = fields.get("num_shared_experts", fields.get("n_shared_experts", 0))
     return {
         "experts": fields.count("num_experts", experts),
-        "chosen_experts": fields.count("num_experts_per_token", chosen),
+        "chosen_experts": chosen,
         "expert_width": fields.count("moe_intermediate_size"),
         "shared_experts": fields.count("num_shared_experts", shared, least=0),
         "route_scale": fields.number("routed_scaling_factor", 1.0),
-        "renormalise": fields.flag("moe_renormalize", fields.get("norm_topk_prob", True)),
+        # A single weight renormalised would be 1 whatever the router says; the reference leaves it.
+        "renormalise": renormalise and chosen > 1,
     }
 
 

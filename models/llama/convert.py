@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoint.fields import Fields
+from models.checkpoint.fields import MOST_LAYERS, Fields
 from models.checkpoint.layout import (
     CheckpointError,
     Part,
@@ -55,7 +55,7 @@ def read_config(table: Mapping[str, Any]) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=fields.count("vocab_size"),
         width=width,
-        layers=fields.count("num_hidden_layers"),
+        layers=fields.count("num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=fields.count("head_dim", 128 if kind == "qwen3" else width // heads),

@@ -17,8 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from rl_jax.arrays import AnyArray
 from rl_jax.snapshots.manifest import Leaf, Manifest, describe, tree_digest
-from rl_jax.snapshots.placed import writing
-from rl_jax.snapshots.store import ONE_AT_A_TIME, WEIGHTS, SnapshotStore, sync_tree
+from rl_jax.snapshots.store import ONE_AT_A_TIME, WEIGHTS, SnapshotStore, saving, sync_tree
 
 JOURNAL = "written.jsonl"
 _PENDING = f"{WEIGHTS}.partial_save"
@@ -55,6 +54,7 @@ class GrowingSnapshot:
         if self.version in self.store.versions():
             return
         self.path.mkdir(parents=True, exist_ok=True)
+        drop_cut_line(self.path / JOURNAL)
         whole = {line["folder"] for line in self._lines()}
         pending = self.path / _PENDING
         for path in pending.iterdir() if pending.is_dir() else ():
@@ -66,7 +66,7 @@ class GrowingSnapshot:
         host = {name: np.asarray(leaf) for name, leaf in leaves.items()}
         told = {name: describe(leaf) for name, leaf in host.items()}
         before = self._folders()
-        with ONE_AT_A_TIME, writing():
+        with saving(self.path):
             ocp.partial.save(str((self.path / WEIGHTS).absolute()), host)
         (folder,) = self._folders() - before
         sync_tree(self.path / _PENDING / folder)
@@ -95,7 +95,7 @@ class GrowingSnapshot:
         for stale in (merged, self.path / f"{_MERGING}.partial_save", final):
             shutil.rmtree(stale, ignore_errors=True)
         shutil.copytree(self.path / _PENDING, f"{merged}.partial_save", copy_function=_same_or_copy)
-        with ONE_AT_A_TIME:
+        with saving(final):
             ocp.partial.finalize(str(merged.absolute()))
         final.mkdir()
         merged.rename(final / WEIGHTS)
@@ -109,6 +109,13 @@ class GrowingSnapshot:
         path = self.path / JOURNAL
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def drop_cut_line(path: Path) -> None:
+    """Takes what a kill left of a last line from a file of lines, before more are appended."""
+    if path.is_file():
+        whole = path.read_bytes().rpartition(b"\n")
+        os.truncate(path, len(whole[0] + whole[1]))
 
 
 def _same_or_copy(source: str, target: str) -> None:

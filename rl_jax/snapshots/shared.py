@@ -13,8 +13,7 @@ from orbax.checkpoint import v1 as ocp
 from rl_jax.arrays import Tree
 from rl_jax.sharding import whole_of
 from rl_jax.snapshots.manifest import Leaf, describe, named_leaves
-from rl_jax.snapshots.placed import writing
-from rl_jax.snapshots.store import ONE_AT_A_TIME
+from rl_jax.snapshots.store import saving
 
 
 def describe_shared(tree: Tree) -> dict[str, Leaf]:
@@ -32,5 +31,5 @@ def describe_shared(tree: Tree) -> dict[str, Leaf]:
 
 def save_shared(path: Path, tree: Tree) -> None:
     """Writes the leaves under `path`, a new directory in one that is there."""
-    with ONE_AT_A_TIME, writing():
+    with saving(path):
         ocp.save(str(path.absolute()), named_leaves(tree))

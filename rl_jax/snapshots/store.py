@@ -9,8 +9,9 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,19 @@ _REFUSED = {"RESOURCE_EXHAUSTED": errno.ENOSPC, "PERMISSION_DENIED": errno.EACCE
 """What tensorstore says, in a ValueError, where the system refuses to write."""
 ONE_AT_A_TIME = threading.Lock()
 """Orbax has state of the whole process: of two saves at once, each may make the other's folder."""
+
+
+@contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Orbax saves one thing in `path`; an OSError of one line where the system refuses to write."""
+    try:
+        with ONE_AT_A_TIME, writing():
+            yield
+    except ValueError as error:
+        code = next((code for word, code in _REFUSED.items() if word in str(error)), None)
+        if code is None:
+            raise
+        raise OSError(code, f"{path} cannot be written ({os.strerror(code)})") from error
 
 
 @dataclass(frozen=True)
@@ -88,14 +102,8 @@ class SnapshotStore:
         # Host arrays, which the digest needed anyway: Orbax writes them in half the time.
         host = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
         check_room(path, sum(leaf.nbytes for leaf in host.values()))
-        try:
-            with ONE_AT_A_TIME, writing():
-                ocp.save(str((path / WEIGHTS).absolute()), host)
-        except ValueError as error:
-            code = next((code for word, code in _REFUSED.items() if word in str(error)), None)
-            if code is None:
-                raise
-            raise OSError(code, f"{path} cannot be written ({os.strerror(code)})") from error
+        with saving(path):
+            ocp.save(str((path / WEIGHTS).absolute()), host)
         self.seal(manifest)
 
     def weights(self, version: int) -> Path:

@@ -85,6 +85,43 @@ def test_a_rounded_import_says_so(here, capsys):
     assert "26 tensors are rounded to another dtype" in capsys.readouterr().err
 
 
+def test_a_version_of_a_sampler_with_fewer_digits_says_so(here, capsys):
+    source = make(dtype=np.float32)
+    run("import", source, "--out", "kept")
+    store = SnapshotStore(Path("kept"))
+    before = store.manifest(0)
+    served = {
+        name: leaf.astype(ml_dtypes.bfloat16) if leaf.ndim > 1 else leaf
+        for name, leaf in leaves.read_leaves(store, before, before.leaves).items()
+    }
+    own = SnapshotStore(Path("runs/x/snapshots"))
+    manifest = build_manifest(served, 1, 1, before.digest)
+    own.write(manifest, served)
+    own.commit(manifest)
+    Path("runs/x/config.toml").write_text('name = "x"\n[warm_start]\nsnapshot = "kept/0"\n')
+    run("export", "runs/x/snapshots/1", "--out", "out")
+    given, got = (load_file(path / "model.safetensors") for path in (source, Path("out")))
+    differ = sum(given[name].tobytes() != got[name].tobytes() for name in given)
+    said = capsys.readouterr().err
+    assert f"{differ} tensors of this version were rounded: they are not as imported" in said
+    capsys.readouterr()
+    run("export", "kept/0", "--out", "whole")
+    assert "rounded" not in capsys.readouterr().err
+
+
+def test_marks_that_were_cut_twice_are_read(here):
+    """The line of what is done was cut, and so was the line of the process after that."""
+    for name in "ab":
+        own = staging.Staging(Path("out"), "exporting")
+        with own.open("plan"):
+            own.mark([name])
+        with Path("out.exporting/done.jsonl").open("a") as file:
+            file.write('"blocks/blo')
+    last = staging.Staging(Path("out"), "exporting")
+    with last.open("plan"):
+        assert last.done == {"a", "b"}
+
+
 def test_another_cut_into_files_has_the_same_tensors(here):
     source = make("kimi_linear")
     run("import", source, "--out", "kept")
@@ -494,7 +531,16 @@ def killed(module: str, function: str, *argv: str) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
-def test_a_killed_import_is_gone_on_with(here, monkeypatch):
+@pytest.fixture
+def needed(monkeypatch) -> list[int]:
+    """The room in bytes that imports and exports ask for."""
+    asked = []
+    monkeypatch.setattr(staging, "check_room", lambda path, size: asked.append(size))
+    return asked
+
+
+def test_a_killed_import_is_gone_on_with(here, monkeypatch, needed):
+    """It needs no room for what is done."""
     source = make("kimi_linear")
     run("import", source, "--out", "whole")
     killed("importing", "sync_tree", "import", "in", "--out", "kept")
@@ -506,14 +552,18 @@ def test_a_killed_import_is_gone_on_with(here, monkeypatch):
     stores = [SnapshotStore(Path(name)) for name in ("kept", "whole")]
     kept, whole = (store.manifest(0) for store in stores)
     assert kept == whole and 0 < len(read) < len(whole.leaves)
+    tensors = load_file("in/model.safetensors").values()
+    assert 0 < needed[1] < needed[0] == 4 * sum(a.size for a in tensors)
     run("export", "kept/0", "--out", "out")
     assert files(Path("out")) == files(source)
     assert not list(here.glob("*.importing")) and not list(Path("kept").glob("*.growing"))
 
 
-def test_a_killed_export_is_gone_on_with(here, monkeypatch):
+def test_a_killed_export_is_gone_on_with(here, monkeypatch, needed):
+    """It needs no room for what is done."""
     source = make("kimi_linear")
     run("import", source, "--out", "kept")
+    run("export", "kept/0", "--out", "whole")
     killed("exporting", "read_leaves", "export", "kept/0", "--out", "out")
     assert not Path("out").exists()
     read = []
@@ -522,9 +572,11 @@ def test_a_killed_export_is_gone_on_with(here, monkeypatch):
     run("export", "kept/0", "--out", "out")
     assert 0 < len(read) < len(SnapshotStore(Path("kept")).manifest(0).leaves)
     assert files(Path("out")) == files(source)
+    tensors = load_file("in/model.safetensors").values()
+    assert 0 < needed[2] < needed[1] == sum(a.nbytes for a in tensors)
 
 
-def test_what_is_done_needs_no_room(here, capsys, monkeypatch):
+def test_an_import_without_room_writes_nothing(here, capsys, monkeypatch):
     make("kimi_linear")
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(store.shutil, "disk_usage", lambda path: usage._replace(free=0))
@@ -532,18 +584,6 @@ def test_what_is_done_needs_no_room(here, capsys, monkeypatch):
     assert said == "rl-jax: [Errno 28] PLACE needs 0.2 MB of disk, 0.0 MB are free".replace(
         "PLACE", str(here)
     )
-    needed = []
-    monkeypatch.setattr(staging, "check_room", lambda path, size: needed.append(size))
-    killed("importing", "sync_tree", "import", "in", "--out", "kept")
-    run("import", "in", "--out", "kept")
-    run("import", "in", "--out", "whole")
-    killed("exporting", "read_leaves", "export", "kept/0", "--out", "out")
-    run("export", "kept/0", "--out", "out")
-    run("export", "kept/0", "--out", "all")
-    assert 0 < needed[0] < needed[1] and 0 < needed[2] < needed[3]
-    tensors = load_file("in/model.safetensors").values()
-    assert needed[1] == 4 * sum(a.size for a in tensors)
-    assert needed[3] == sum(a.nbytes for a in tensors)
 
 
 class Died(BaseException):

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax.arrays import Tree
 from rl_jax.snapshots import store as module
+from rl_jax.snapshots.leaves import JOURNAL, GrowingSnapshot
 from rl_jax.snapshots.manifest import build_manifest
 from rl_jax.snapshots.policies import keep_last
 from rl_jax.snapshots.store import SnapshotStore
@@ -154,6 +155,41 @@ def test_a_full_disk_is_told_in_one_line(
     assert caught.value.errno == errno.ENOSPC and "\n" not in str(caught.value)
     assert store.versions() == ()
     publish(store, 0, params())
+    assert store.versions() == (0,)
+
+
+@pytest.mark.parametrize(
+    "code", [("RESOURCE_EXHAUSTED", errno.ENOSPC), ("PERMISSION_DENIED", errno.EACCES)]
+)
+@pytest.mark.parametrize("function", ["save", "finalize"])
+def test_a_disk_that_fills_is_told_by_a_growing_snapshot(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch, function: str, code: tuple[str, int]
+) -> None:
+    def refused(*args: object) -> None:
+        raise ValueError(f"{code[0]}: Error writing\nmany lines")
+
+    growing = GrowingSnapshot(store, 0)
+    growing.open()
+    with monkeypatch.context() as full:
+        full.setattr(module.ocp.partial, function, refused)
+        with pytest.raises(OSError, match="cannot be written") as caught:
+            growing.add({"a": np.ones(3, np.float32)})
+            growing.finish()
+    assert caught.value.errno == code[1] and "\n" not in str(caught.value)
+
+
+def test_a_journal_that_was_cut_twice_is_read(store: SnapshotStore) -> None:
+    """Parts of two processes, of which each was cut while it wrote its line."""
+    for name in "ab":
+        growing = GrowingSnapshot(store, 0)
+        growing.open()
+        growing.add({name: np.ones(3, np.float32)})
+        with (growing.path / JOURNAL).open("a") as file:
+            file.write('{"folder": "')
+    last = GrowingSnapshot(store, 0)
+    last.open()
+    assert sorted(last.leaves) == ["a", "b"]
+    last.finish()
     assert store.versions() == (0,)
 
 

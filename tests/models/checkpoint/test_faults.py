@@ -11,6 +11,7 @@ from models.checkpoint.layout import CheckpointError
 from models.checkpoint.load import open_checkpoint
 from models.checkpoint.place import shard_of
 from models.checkpoint.safetensors import create, read_header
+from models.kimi_linear import convert as kimi_linear
 from models.llama.convert import read_config
 from tests.fakes import checkpoints
 
@@ -96,6 +97,10 @@ CONFIGS = {
     "shared": ({"num_shared_experts": "x"}, 'num_shared_experts = "x": needs an integer, at least '
                "0"),
     "fewer": ({"num_shared_experts": -1}, "num_shared_experts = -1: needs an integer, at least 0"),
+    "many": ({"num_hidden_layers": 10**400}, f"num_hidden_layers = 1{'0' * 56}...: needs an "
+             "integer, at most 10000"),
+    "scale": ({"routed_scaling_factor": 10**400}, f"routed_scaling_factor = 1{'0' * 56}...: needs "
+              "a number above 0, at most 1e+30"),
     "types": (
         {"layer_types": [["a"]] * 3, "linear_attn_config": LINEAR | {"kda_layers": [],
          "full_attn_layers": []}},
@@ -118,6 +123,24 @@ def test_a_wrong_configuration(tmp_path, name):
     changes, said = CONFIGS[name]
     path = checkpoints.write(tmp_path / "in", checkpoints.KIMI | changes, {})
     assert refusal(open_checkpoint, path) == f"{path}/config.json: {said}"
+
+
+@pytest.mark.parametrize(("chosen", "renormalised"), [(1, False), (2, True)])
+def test_a_single_choice_keeps_the_routers_weight(chosen, renormalised):
+    """As the released model: renormalised it would be 1, and the router had no slope."""
+    table = {**checkpoints.KIMI, "num_experts_per_token": chosen, "moe_renormalize": True}
+    assert kimi_linear.read_config(table).renormalise is renormalised
+
+
+def test_a_missing_epsilon_is_that_of_the_released_model():
+    table = {name: value for name, value in checkpoints.KIMI.items() if name != "rms_norm_eps"}
+    assert kimi_linear.read_config(table).rms_eps == 1e-6
+
+
+def test_a_file_has_its_blocks_before_it_is_written_to(tmp_path):
+    """Who writes to a mapped page that the disk has no block for is killed by the system."""
+    create(path := tmp_path / "x.safetensors", [("a", "F32", (256, 1024))], {})
+    assert path.stat().st_blocks * 512 >= path.stat().st_size > 1 << 20
 
 
 @pytest.mark.parametrize(
