@@ -13,18 +13,25 @@ from rl_jax.arrays import round_up
 from tests.fakes.cache import DENSE, dense_pool
 from tests.fakes.compiling import QUICK
 from tests.models import llama_reference
+from tests.models.slopes import assert_slopes
 
-VOCAB, CONTEXT, ROWS = 64, 192, 4
+VOCAB, CONTEXT, ROWS = 64, 256, 4
 """CONTEXT and ROWS of a pool: one size, so that all tests share a width's program."""
 SIZES = {"vocab_size": VOCAB, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+ONE = {"layers": 1}
+"""Variants differ inside a layer, and a second takes as long again to compile."""
 VARIANTS = {
     "llama": LlamaConfig(**SIZES, ffn_width=48, rope_theta=100.0, tied=False),
     "linear": LlamaConfig(
-        **SIZES | {"kv_heads": 4, "head_dim": 8}, ffn_width=40,
+        **SIZES | {"kv_heads": 4, "head_dim": 8} | ONE, ffn_width=40,
         rope_scaling=RopeScaling("linear", 2.0),
     ),
-    "qwen2": LlamaConfig(**SIZES | {"kv_heads": 1}, ffn_width=48, qkv_bias=True, rms_eps=1e-6),
-    "qwen3": LlamaConfig(**SIZES | {"heads": 6, "kv_heads": 3}, ffn_width=48, qk_norm=True),
+    "qwen2": LlamaConfig(
+        **SIZES | {"kv_heads": 1} | ONE, ffn_width=48, qkv_bias=True, rms_eps=1e-6
+    ),
+    "qwen3": LlamaConfig(
+        **SIZES | {"heads": 6, "kv_heads": 3} | ONE, ffn_width=48, qk_norm=True
+    ),
 }  # fmt: skip
 CONFIG = VARIANTS["llama"]
 MODEL = build_model(CONFIG)
@@ -67,18 +74,22 @@ def pack(rows: list, length: int):
 forward = jax.jit(MODEL.forward)
 
 
-@jax.jit
 def extended(params, *inputs):
     return MODEL.extend(params, *inputs, DENSE)
 
 
-def extend(*inputs):
-    return extended(params_of(), *inputs)
+exactly, quickly = jax.jit(extended), jax.jit(extended, compiler_options=QUICK)
+
+
+def extend(tokens, *inputs):
+    """No test compares bits of pieces of 5."""
+    run = quickly if tokens.shape[1] == 5 else exactly
+    return run(params_of(), tokens, *inputs)
 
 
 def alone(tokens: np.ndarray) -> np.ndarray:
-    batch, _ = pack([[tokens]], CONTEXT)
-    return np.asarray(forward(params_of(), *batch))[0, : len(tokens)]
+    batch, _ = pack([[], [tokens], []], CONTEXT)
+    return np.asarray(forward(params_of(), *batch))[1, : len(tokens)]
 
 
 def feed(tokens, cuts, pool, row=0):
@@ -120,24 +131,16 @@ def test_values_and_slopes_are_those_of_numpy_in_float64(name: str) -> None:
     exact = jax.tree.map(np.float64, params_of(name))
     with jax.enable_x64(True):
         run = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
-        (_, got), grads = run(jax.tree.map(jnp.asarray, exact))
+        (_, got), grads = jax.tree.map(np.asarray, run(exact))
     np.testing.assert_allclose(got[0, :70], llama_reference.logits(config, exact, one), rtol=1e-9)
     np.testing.assert_allclose(
         got[0, 128:137], llama_reference.logits(config, exact, two), rtol=1e-9, atol=1e-12
     )
-    leaves, structure = jax.tree.flatten(exact)
-    random = np.random.default_rng(0)
-    for i, (leaf, grad) in enumerate(zip(leaves, jax.tree.leaves(grads), strict=True)):
-        direction = random.standard_normal(leaf.shape)
-        direction *= 1e-5 / np.linalg.norm(direction)
 
-        def moved(sign, i=i, leaf=leaf, direction=direction):
-            changed = [*leaves[:i], leaf + sign * direction, *leaves[i + 1 :]]
-            tree = jax.tree.unflatten(structure, changed)
-            return sum(llama_reference.loss(config, tree, own) for own in (one, two))
+    def value(tree):
+        return sum(llama_reference.loss(config, tree, own) for own in (one, two))
 
-        slope = (moved(1) - moved(-1)) / 2
-        np.testing.assert_allclose(np.sum(grad * direction), slope, rtol=1e-4, atol=1e-10)
+    assert_slopes(value, exact, grads, rtol=1e-4, atol=1e-10)
 
 
 def test_float32_logits_and_slices_of_the_head() -> None:
@@ -154,7 +157,7 @@ def test_float32_logits_and_slices_of_the_head() -> None:
 
 def test_a_packed_row_equals_each_trajectory_alone_bit_for_bit() -> None:
     sequences = [sequence(n, seed=n) for n in (1, 65, 17, 192, 130, 64)]
-    batch, places = pack([sequences[:3], [sequences[3]], sequences[4:]], 256)
+    batch, places = pack([sequences[:3], [sequences[3]], sequences[4:]], CONTEXT)
     hidden = np.asarray(forward(params_of(), *batch))
     assert np.all(np.isfinite(hidden))
     for row, start, tokens in places:
@@ -168,7 +171,7 @@ def test_prefill_at_multiples_of_64_equals_training_bit_for_bit(cuts) -> None:
     assert np.array_equal(hidden, alone(tokens))
 
 
-@pytest.mark.parametrize("cuts", [(64,) + (1,) * 86, (64, 5, 1, 64, 1, 16)])
+@pytest.mark.parametrize("cuts", [(64,) + (1,) * 86, (64, 5, 1, 64, 1, 5, 5, 5)])
 def test_decode_and_odd_cuts_follow_training(cuts) -> None:
     tokens = sequence(150)
     hidden, _ = feed(tokens, cuts, dense_pool(MODEL.cache_spec, ROWS, CONTEXT))
@@ -191,7 +194,7 @@ def test_a_request_is_the_same_alone_and_among_others() -> None:
 
 def test_positions_count_within_the_trajectory() -> None:
     """Moved positions change the result no more than rounding: attention sees differences only."""
-    (tokens, positions, segments), _ = pack([[sequence(60)]], 64)
+    (tokens, positions, segments), _ = pack([[sequence(60)], [], []], CONTEXT)
     near = np.asarray(forward(params_of(), tokens, positions, segments))[0, :60]
     far = np.asarray(forward(params_of(), tokens, positions + 50, segments))[0, :60]
     np.testing.assert_allclose(near, far, atol=1e-4)
@@ -222,9 +225,7 @@ def plain():
     return gradient(Execution())
 
 
-@pytest.mark.parametrize(
-    "execution", [Execution(scan=True), Execution(remat="block"), Execution(True, "dots")], ids=str
-)
+@pytest.mark.parametrize("execution", [Execution(remat="block"), Execution(True, "dots")], ids=str)
 def test_scan_and_remat_change_nothing(execution: Execution, plain) -> None:
     (value, (hidden, _)), grads = gradient(execution)
     (want, (plain_hidden, _)), plain_grads = plain
@@ -271,8 +272,8 @@ def test_axes_name_every_dimension(name: str) -> None:
     for shape, names in jax.tree.leaves(named, is_leaf=lambda x: isinstance(x, tuple)):
         for size, name_of in zip(shape, names, strict=True):
             assert name_of is None or sizes[name_of] == size
-    kept = model.cache_spec.tokens
-    assert kept == ((2 * config.head_dim, config.kv_heads),) * 2 and not model.cache_spec.states
+    kept = ((2 * config.head_dim, config.kv_heads),) * config.layers
+    assert model.cache_spec.tokens == kept and not model.cache_spec.states
 
 
 @pytest.mark.parametrize(

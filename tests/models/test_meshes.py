@@ -1,8 +1,12 @@
 """The trainer's step on every mesh of five axes that fits eight devices: one device's numbers.
 
 Sizes are powers of two whose product is at most 8: 56 meshes. Twelve run always: all that cut three
-axes in two, which has every pair of axes above 1 three times, and two that cut one in four. The
-others are slow, for each compiles a whole step.
+axes in two and two that cut one in four. Every two axes are cut at once in some of them, and each
+axis with the tokens of a row and without. The others are slow, for each compiles a whole step.
+
+Where tokens of a row are cut a layer takes its heads, or its hidden width, in parts. Here all three
+kinds of layers do: latent attention a head at a time, a SwiGLU of four times its width, and delta
+attention where a device has more than `HEADS_AT_ONCE`.
 """
 
 from functools import cache
@@ -20,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from launch import build
 from models import llama
 from models.kimi_linear import KimiLinearConfig, build_model
+from models.layers import kda
 from rl_jax.losses import chain, entropy_bonus, recipes
 from rl_jax.sharding import (
     CONTEXT,
@@ -40,10 +45,10 @@ from tests.fakes.compiling import QUICK
 from tests.trainer.build import batch_of, random_trajectories
 
 MESHES = tuple(sizes for sizes in product((1, 2, 4, 8), repeat=5) if prod(sizes) <= 8)
-CUTS = (
+CUTS: tuple[dict[str, int], ...] = (
     *(dict.fromkeys(axes, 2) for axes in combinations(TRAINER_AXES, 3)),
     {DATA: 2, CONTEXT: 4},
-    {EXPERT: 4, FSDP: 2},
+    {EXPERT: 4, CONTEXT: 2},
 )
 COVER = tuple(tuple(cut.get(axis, 1) for axis in TRAINER_AXES) for cut in CUTS)
 
@@ -62,6 +67,12 @@ GRADIENTS = Optimizer(
 """Moves nothing, and keeps the gradients where others keep moments."""
 
 
+@pytest.fixture(autouse=True)
+def few_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts of eight heads, one of the four that a device has where heads are cut."""
+    monkeypatch.setattr(kda, "HEADS_AT_ONCE", 4)
+
+
 @cache
 def model():
     return build_model(
@@ -77,7 +88,7 @@ def model():
             kv_latent=8,
             kv_shared_key=4,
             rope_theta=10000.0,
-            ffn_width=16,
+            ffn_width=64,
             experts=8,
             chosen_experts=2,
             expert_width=8,
@@ -137,6 +148,8 @@ def test_every_pair_of_axes_is_cut_at_once() -> None:
     cut = [{axis for axis, n in zip(TRAINER_AXES, sizes, strict=True) if n > 1} for sizes in COVER]
     pairs = {pair for axes in cut for pair in combinations(sorted(axes), 2)}
     assert pairs == set(combinations(sorted(TRAINER_AXES), 2))
+    for axis in set(TRAINER_AXES) - {CONTEXT}:
+        assert {CONTEXT in axes for axes in cut if axis in axes} == {True, False}
     assert len(COVER) == 12 and len(MESHES) == 56 and set(COVER) < set(MESHES)
 
 

@@ -72,9 +72,18 @@ def through(states, x, execution, seen=None):
     return stages.run(partial(body, seen=seen), blocks, KINDS, x, INPUTS, execution)
 
 
-SPLIT = [nnx.split(Block(kind, nnx.Rngs(i))) for i, kind in enumerate(KINDS)]
-STATES = [nnx.to_pure_dict(state) for _, state in SPLIT]
-X = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4)), jnp.float32)
+def numbers(leaf):
+    return RANDOM.normal(0, leaf.shape[0] ** -0.5, leaf.shape).astype(np.float32)
+
+
+def split(kind):
+    return nnx.split(nnx.eval_shape(lambda: Block(kind, nnx.Rngs(0))))
+
+
+RANDOM = np.random.default_rng(0)
+SPLIT = [split(kind) for kind in KINDS]
+STATES = [jax.tree.map(numbers, nnx.to_pure_dict(state)) for _, state in SPLIT]
+X = jnp.asarray(RANDOM.standard_normal((3, 4)), jnp.float32)
 
 
 def loss(states, x, execution):
