@@ -1,10 +1,10 @@
 """[H] Compiling in less time, for programs that run for less time than they take to compile.
 
-LLVM's passes are left out, and under `QUICK` XLA's older emitter writes the kernels: it takes a
-quarter of the time of the newer one, which sets up a compiler of its own for every kernel. XLA's
-passes stay: the same collectives and placements; a sum may round otherwise. Sound where results are
-held to a bound or to each other, not where a test is about the bits that a user gets. Code of the
-older emitter can be slow: no programs of long loops, and no temporaries are compared with it.
+LLVM's passes are left out, and XLA's older emitter writes the kernels: it takes a quarter of the
+time of the newer one, which sets up a compiler of its own for every kernel. XLA's passes stay: the
+same collectives and placements; a sum may round otherwise. Sound where results are held to a bound
+or to each other, not where a test is about the bits that a user gets. Code of the older emitter can
+be slow: no programs of long loops, and no temporaries are compared with it.
 """
 
 from collections.abc import Iterator
@@ -17,17 +17,28 @@ from jaxlib.xla_client import CompileOptions
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """For `compiler_options`."""
+QUICK_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
+"""The same in XLA_FLAGS, for every program of a process."""
 
 
 @contextmanager
-def quickly() -> Iterator[None]:
-    """Without LLVM's passes, by the newer emitter: what is compiled inside, by any thread."""
+def quickly(on: bool = True) -> Iterator[None]:
+    """As `QUICK`, or not `on` as usual: what is compiled inside, by any thread. A profile version,
+    which says nothing to XLA for a CPU, keeps what is compiled here from being used elsewhere."""
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+    _switch(on)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+        _switch(before)
+
+
+def _switch(on: bool) -> None:
+    jax.config.update("jax_disable_most_optimizations", on)
+    jax.config.update("jax_xla_profile_version", int(on))
 
 
 def _field(number: int, content: bytes) -> bytes:
@@ -48,7 +59,8 @@ _options = compiler.get_compile_options
 def _with_older_emitter(*given: Any, **named: Any) -> Any:
     """jax's options; those of `QUICK` programs get the older emitter too (messages add up)."""
     made = _options(*given, **named)
-    if dict(made.env_option_overrides).get("xla_backend_optimization_level") == 0:
+    told = dict(made.env_option_overrides).get("xla_backend_optimization_level") == 0
+    if told or jax.config.read("jax_disable_most_optimizations"):
         return CompileOptions.ParseFromString(made.SerializeAsString() + OLDER_EMITTER)
     return made
 

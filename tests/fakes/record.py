@@ -8,6 +8,7 @@ come to be, and two groups still wait at the end. Numbers follow from a fixed se
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -273,21 +274,21 @@ def write_run(run_dir: Path, made: MadeRun, *, settle: bool = True) -> Path:
     async def record() -> None:
         clock = Clock()
         logs = {name: open_log(run_dir, name, clock) for name in {p for p, _ in made.told}}
-        for program, event in made.told:
-            await logs[program].append(event)
+        # In line together: they share what it takes to bring them to the disk.
+        await asyncio.gather(*(logs[program].append(event) for program, event in made.told))
         for log in logs.values():
             await log.close()
         trained = open_trajectory_log(run_dir, "trainer")
-        for number, (group, fate) in enumerate(made.puts, start=1):
-            await trained.put(group)
-            if settle and fate.kind is not Kind.OPEN:
-                trained.settle(events.group_id(group), fate)
-            if number % 50 == 0:
+        for some in batched(made.puts, 50):
+            await asyncio.gather(*(trained.put(group) for group, _ in some))
+            for group, fate in some:
+                if settle and fate.kind is not Kind.OPEN:
+                    trained.settle(events.group_id(group), fate)
+            if len(some) == 50:
                 await trained.rotate()
         await trained.close()
         other = open_trajectory_log(run_dir, "orchestrator")
-        for trajectories, fate in made.added:
-            await other.add(trajectories, fate)
+        await asyncio.gather(*(other.add(*one) for one in made.added))
         await other.close()
 
     asyncio.run(record())

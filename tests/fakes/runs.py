@@ -83,6 +83,7 @@ class Run:
     ) -> None:
         self.config, self.path, self.notes = config, path, notes
         self._error = error
+        self._kept: dict[str, tuple[Any, Any]] = {}
 
     @property
     def error(self) -> BaseException:
@@ -95,7 +96,7 @@ class Run:
 
     def journal(self) -> list[events.Event]:
         """Of all programs, in the order of cause and effect."""
-        return [entry.event for entry in merged(self.path)]
+        return self._read("journal", lambda: [entry.event for entry in merged(self.path)])
 
     def told[E: events.Event](self, kind: type[E]) -> list[E]:
         """The journal's events of one kind, in order."""
@@ -103,10 +104,18 @@ class Run:
 
     def groups(self) -> dict[events.GroupId, tuple[Group, Fate]]:
         """Every group that was put, from the trajectory log."""
-        read = list(read_groups(self.path))
+        read = self._read("trajectories", lambda: list(read_groups(self.path)))
         found = {events.group_id(group): (group, fate) for group, fate in read}
         assert len(found) == len(read), "each once"
         return found
+
+    def _read[T](self, folder: str, read: Callable[[], T]) -> T:
+        """What `read` gives, once for as long as no file in the folder changes."""
+        files = [(path, path.stat()) for path in sorted((self.path / folder).rglob("*"))]
+        state = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in files]
+        if folder not in self._kept or self._kept[folder][0] != state:
+            self._kept[folder] = state, read()
+        return self._kept[folder][1]
 
     def failures(self) -> dict[RolloutKey, str]:
         """The reason of every rollout that the environment broke."""
@@ -184,12 +193,15 @@ def check_trajectories(run: Run, *, killed: bool = False) -> None:
             fates[trajectory.key] = fate
     done = {e.key: e for e in run.told(events.RolloutDone)}
     assert fates.keys() <= done.keys() if killed else fates.keys() == done.keys()
-    assert {e.group for e in run.told(events.GroupPut)} == run.groups().keys()
+    put, groups = {e.group for e in run.told(events.GroupPut)}, run.groups()
+    # The end of a run may come between a group's tokens and the event that it was put.
+    assert put <= groups.keys()
+    assert all(groups[name][1] == OPEN for name in groups.keys() - put)
     for key, fate in fates.items():
         assert (fate.kind is Kind.FAILED) == (done[key].status == Status.FAILED)
     trained = {g: e.step for e in run.told(events.BatchTaken) for g in e.groups}
     dropped = {e.group: e.reason for e in run.told(events.GroupDropped)}
-    for name, (group, fate) in run.groups().items():
+    for name, (group, fate) in groups.items():
         told = Fate(Kind.DROPPED, reason=dropped[name]) if name in dropped else OPEN
         told = Fate(Kind.TRAINED, trained[name]) if name in trained else told
         assert fate in (told, OPEN), "open while its interval is not sealed"

@@ -1,7 +1,7 @@
 """Starts whole runs; what they compile is compiled once a session."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,15 @@ from rl_jax.config.run import RunConfig
 from rl_jax.replay.log import write_format
 from rl_jax.tasks.base import TaskFamily
 from tests.fakes.chatter import family
+from tests.fakes.compiling import quickly
 from tests.fakes.runs import Quiet, Run, once
 from tests.fakes.tiny import random_params
 
 
 @pytest.fixture(autouse=True)
-def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions of `launch.build` that compile remember what they made, by what it hangs on."""
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The functions of `launch.build` that compile do so quickly and remember what they made, by
+    what it hangs on."""
     loss = once(
         build.build_loss,
         lambda config: (
@@ -46,6 +48,8 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "compile_step", step)
     monkeypatch.setattr(build, "compile_audit", audit)
     monkeypatch.setattr(build, "compile_sampler", sampler)
+    with quickly():
+        yield
 
 
 Start = Callable[..., Run]

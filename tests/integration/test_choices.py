@@ -73,7 +73,7 @@ def rows() -> tuple[Any, ...]:
 def forward() -> Any:
     routing = tiny.model(tiny.ROUTED).routing
     assert routing is not None
-    return jax.jit(lambda *arguments: routing.forward(*arguments)[1])
+    return jax.jit(lambda *arguments: routing.forward(*arguments)[1], compiler_options=QUICK)
 
 
 def own_choices(version: int, replayed: np.ndarray | None = None) -> np.ndarray:

@@ -44,6 +44,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a configuration and a file of losses, from which both can be named."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    # One with the working directory in it would let a child find what it must not.
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delitem(sys.modules, "own_losses", raising=False)
     Path("own_losses.py").write_text(LOSS)
     Path("c.toml").write_text('name = "small"\n[loss]\neps_low = 0.3\n')

@@ -5,12 +5,12 @@ The same trainer on one device is the oracle.
 
 import re
 from collections import Counter
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from launch import build
 from rl_jax.advantages import LOG_RATIOS, VALUES
@@ -29,6 +29,8 @@ from tests.trainer.build import batch_of, random_trajectories
 
 VOCAB = 64
 SHAPE = Shape(microbatches=2, rows=2, row_length=128)
+EPS = 1e-3
+"""Of Adam: a gradient that rounding makes of nothing must not move a parameter by a whole step."""
 ESTIMATES = frozenset({VALUES, LOG_RATIOS})
 CONFIG = RunConfig.model_validate(
     {
@@ -48,6 +50,7 @@ CONFIG = RunConfig.model_validate(
             "rows_per_microbatch": 2,
             "row_length": 128,
             "push_every": 2,
+            "adam_eps": EPS,
         },
         "sampler": {
             "slots": 4,
@@ -74,22 +77,33 @@ def model() -> Model:
     return build.build_policy(CONFIG, VOCAB)
 
 
+def mesh(data: int, tensor: int) -> Mesh:
+    """The first devices."""
+    return make_trainer_mesh(jax.devices(), data=data, tensor=tensor)
+
+
+@cache
+def params(data: int, tensor: int, optimised: bool = False) -> Tree:
+    """Version-0 parameters of seed 0; `optimised` ones have the bits of a user's."""
+    with quickly(not optimised):
+        return build.init_params(model(), 0, mesh(data, tensor))
+
+
 @cache
 def trainer(data: int, tensor: int, optimised: bool = False) -> Trainer:
-    """On the first devices; version-0 parameters of seed 0, whose bits are a user's."""
-    mesh = make_trainer_mesh(jax.devices(), data=data, tensor=tensor)
     loss, optimizer = build.build_loss(CONFIG), build.build_optimizer(CONFIG)
-    critic = build.Critic(recipes.critic(), adam(1e-2))
-    parts = model(), loss, optimizer, mesh, SHAPE, critic, ESTIMATES
-    with nullcontext() if optimised else quickly():
+    critic = build.Critic(recipes.critic(), adam(1e-2, eps=EPS))
+    parts = model(), loss, optimizer, mesh(data, tensor), SHAPE, critic, ESTIMATES
+    with quickly(not optimised):
         program = build.compile_step(*parts)
-    return Trainer(program, build.init_params(model(), 0, mesh))
+    return Trainer(program, params(data, tensor))
 
 
 @cache
-def sampler() -> Programs:
+def sampler(optimised: bool = False) -> Programs:
     """On the devices after the trainer's."""
-    return build.compile_sampler(CONFIG, model(), build.build_meshes(CONFIG).sampler)
+    with quickly(not optimised):
+        return build.compile_sampler(CONFIG, model(), build.build_meshes(CONFIG).sampler)
 
 
 def batch(seed: int = 0) -> Batch:

@@ -58,11 +58,11 @@ def run(data: int, tensor: int) -> Run:
     return Run(jax.device_get(own.params), states, reports, pushed, estimates)
 
 
-def test_initial_parameters_are_the_same_bits_on_every_mesh() -> None:
-    for a, b in zip(
-        jax.tree.leaves(run(1, 1).start), jax.tree.leaves(run(2, 2).start), strict=True
-    ):
-        assert a.tobytes() == b.tobytes()
+@pytest.mark.parametrize("optimised", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_initial_parameters_are_the_same_bits_on_every_mesh(optimised: bool) -> None:
+    one, four = (jax.tree.leaves(sharded.params(n, n, optimised)) for n in (1, 2))
+    for a, b in zip(one, four, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 @pytest.mark.parametrize("update", range(UPDATES))
@@ -197,7 +197,7 @@ def test_two_rows_in_one_microbatch_or_in_two() -> None:
 def test_trainer_and_sampler_step_at_full_speed() -> None:
     """Both sharded, a thousand steps each, as fast as the default depth allows, in a minute."""
     steps = 1000
-    trainer, programs = sharded.trainer(2, 2, optimised=True), sharded.sampler()
+    trainer, programs = sharded.trainer(2, 2, optimised=True), sharded.sampler(optimised=True)
     inputs, batch = sharded.idle(programs), sharded.batch()
     places = programs.steps[1].input_shardings[0][0]
 

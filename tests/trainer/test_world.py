@@ -39,11 +39,12 @@ from rl_jax.trainer.world import LOST, Take, Taken, World, agreed, hear, shared_
 from rl_jax.trajectories.codec import pack_group
 from rl_jax.trajectories.types import Group
 from rl_jax.wire import silence
-from tests.fakes.world_process import UPDATES, groups_of, refuse
+from tests.fakes.compiling import QUICK_FLAGS
+from tests.fakes.world_training import UPDATES, groups_of, refuse
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "a token"
-FLAGS = "--xla_cpu_collective_call_terminate_timeout_seconds=20"
+FLAGS = f"--xla_cpu_collective_call_terminate_timeout_seconds=20 {QUICK_FLAGS}"
 
 
 def free_address() -> str:
@@ -412,12 +413,14 @@ def test_a_mesh_of_one_process_takes_host_arrays_as_they_are() -> None:
 
 # Real processes
 
+SPIN, STUCK = {"role": "spin"}, {"role": "stuck"}
 
-async def start(options: dict[str, Any], devices: int) -> asyncio.subprocess.Process:
+
+async def start(module: str, options: dict[str, Any], devices: int) -> asyncio.subprocess.Process:
     flags = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tests.fakes.world_process", json.dumps(options)),
+        *("-m", f"tests.fakes.{module}", json.dumps(options)),
         cwd=ROOT,
         # Each compiles on its own, as on machines of a world.
         env=os.environ
@@ -429,13 +432,13 @@ async def start(options: dict[str, Any], devices: int) -> asyncio.subprocess.Pro
 
 @asynccontextmanager
 async def processes(
-    role: str, out: Path | None = None, deadline_s: float = 60.0, heartbeat_s: int = 5
+    module: str, own: dict[str, str], deadline_s: float = 60.0, heartbeat_s: int = 5
 ) -> AsyncIterator[list[asyncio.subprocess.Process]]:
     """Two that make up a world; none is left after `deadline_s` or a failure."""
-    common = {"role": role, "size": 2, "token": TOKEN, "out": str(out or "")}
+    common = own | {"size": 2, "token": TOKEN}
     common |= {"coordinator": free_address(), "channel": free_address()}
     common |= {"join_s": 40.0, "heartbeat_s": heartbeat_s, "leave_s": 10.0}
-    both = [await start(common | {"process_id": n}, devices=1) for n in range(2)]
+    both = [await start(module, common | {"process_id": n}, devices=1) for n in range(2)]
     try:
         async with asyncio.timeout(deadline_s):
             yield both
@@ -460,11 +463,13 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str, s
 
 
 def test_two_processes_make_the_bits_of_one(tmp_path: Path) -> None:
-    """On a mesh of 2 the sum over the data axis has two terms, so its order cannot matter."""
+    """On a mesh of 2 the sum over the data axis has two terms, so its order cannot matter; all are
+    compiled alike."""
 
     async def run() -> None:
-        one = await start({"role": "train", "out": str(tmp_path / "one.npz")}, devices=2)
-        async with processes("train", tmp_path / "two.npz", deadline_s=120.0) as both:
+        one = await start("world_training", {"out": str(tmp_path / "one.npz")}, devices=2)
+        out = {"out": str(tmp_path / "two.npz")}
+        async with processes("world_training", out, deadline_s=120.0) as both:
             for code, _, errors in await asyncio.gather(*map(ended, [one, *both])):
                 assert code == 0, errors
 
@@ -487,7 +492,7 @@ def test_two_processes_make_the_bits_of_one(tmp_path: Path) -> None:
 
 def test_term_stops_every_process_at_the_same_update() -> None:
     async def run() -> None:
-        async with processes("spin") as both:
+        async with processes("world_process", SPIN) as both:
             await said(both[1], b"spinning\n")
             both[1].send_signal(signal.SIGTERM)
             (code, out, errors), other = await asyncio.gather(*map(ended, both))
@@ -503,7 +508,7 @@ def test_who_is_left_alone_ends_by_itself(killed: int) -> None:
     """Within the heartbeat of 5 s, by the closed connection or by jax, which aborts."""
 
     async def run() -> None:
-        async with processes("spin", deadline_s=50.0) as both:
+        async with processes("world_process", SPIN, deadline_s=50.0) as both:
             for process in both:
                 await said(process, b"spinning\n")
             both[killed].kill()
@@ -521,7 +526,7 @@ def test_who_waits_in_a_collective_with_the_dead_ends(killed: int) -> None:
     only notices the loss of that one sooner, and aborts."""
 
     async def run() -> None:
-        async with processes("stuck", deadline_s=50.0, heartbeat_s=60) as both:
+        async with processes("world_process", STUCK, deadline_s=50.0, heartbeat_s=60) as both:
             for process in both:
                 await said(process, b"stuck\n")
             both[killed].kill()

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from launch import build, cli
+from launch.plan import trainer
 from launch.plan.base import Program, bytes_of
 from launch.plan.sampler import plan_sampler
 from launch.plan.trainer import compared, plan_trainer
@@ -49,6 +50,13 @@ def part(program: Program, name: str) -> int:
     return next(p.bytes for p in program.held if p.name == name)
 
 
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For plans of which nothing is asked that tracing a step tells, and most of the time."""
+    monkeypatch.setattr(trainer, "temporaries", lambda config, vocab_size: 0)
+
+
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("model", [KIMI, LLAMA], ids=["kimi_linear", "llama"])
 @pytest.mark.parametrize(
     "mesh",
@@ -96,6 +104,7 @@ def test_caches_to_the_byte(model: dict, mesh: dict) -> None:
     assert part(planned, "caches") == on_device(make_pool(layout, place))
 
 
+@pytest.mark.usefixtures("untraced")
 def test_masters_and_a_bfloat16_copy() -> None:
     own = config(LLAMA, {}, {})
     half = own.model_copy(
@@ -114,10 +123,11 @@ def _shapes(policy: Any) -> Tree:
     return jax.eval_shape(policy.init, jax.random.key(0))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        pytest.param(LLAMA, {}, id="llama"),
+        pytest.param(LLAMA, {}, id="llama", marks=pytest.mark.slow),
         pytest.param(LLAMA | BLOCK, {}, id="llama_remat"),
         pytest.param(KIMI, {}, id="kimi_linear", marks=pytest.mark.slow),
         pytest.param(KIMI | BLOCK, {}, id="kimi_linear_remat", marks=pytest.mark.slow),
@@ -143,6 +153,7 @@ def test_a_step_within_a_fifth_of_what_xla_says(model: dict, mesh: dict) -> None
     assert sum(planned.values()) == pytest.approx(found, rel=0.2)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_large_mesh_needs_no_devices(capsys: pytest.CaptureFixture) -> None:
     mesh = "--mesh", "data=8,fsdp=64", "--sampler", "tensor=8", "--rows", "512"
     assert cli.main(["plan", "--model", "qwen3_0_6b", *mesh, "--chip", "v5p", "--json"]) == 0
@@ -154,6 +165,7 @@ def test_a_large_mesh_needs_no_devices(capsys: pytest.CaptureFixture) -> None:
     assert held["parameters"] == 4 * ((596_049_920 - norms) // 64 + norms)
 
 
+@pytest.mark.usefixtures("untraced")
 def test_axes_that_are_not_named_are_1(capsys: pytest.CaptureFixture) -> None:
     """The file's meshes are fsdp 8 and tensor 8."""
     meshes = "--mesh", "tensor=8", "--sampler", "data=1"

@@ -53,11 +53,17 @@ def test_run_takes_it(command: str) -> None:
     assert (ROOT / given.config).is_file()
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] in OF_A_RUN])
-def test_of_a_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "run", made_run())
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that is over."""
+    run = write_run(tmp_path_factory.mktemp("runs") / "run", made_run())
     (run / "logs").mkdir()
     (run / "logs" / "trainer-0.log").write_text("a line\n")
+    return run
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] in OF_A_RUN])
+def test_of_a_run(command: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [str(run) if word == "RUN" else word for word in words(command)]
     # It is over, so there is nothing to end.
     assert main(argv) == (2 if argv[0] == "stop" else 0)
