@@ -6,6 +6,7 @@ beartype; warnings raised from our packages are errors (pyproject.toml).
 
 import gc
 import os
+import signal
 import tempfile
 import time
 from collections import defaultdict
@@ -137,5 +138,7 @@ class TimeTable:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell's background jobs ignore it, and so would every process that a test interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     processes = len(config.getoption("tx", None) or ()) or 1
     config.pluginmanager.register(TimeTable(processes), "time-table")
