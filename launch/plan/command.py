@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from launch.picture import can_draw
 from launch.plan.inputs import checked, with_assumptions
 from rl_jax.config.base import UserError
 from rl_jax.config.load import load
@@ -118,6 +119,11 @@ def _check_forecast(given: argparse.Namespace) -> None:
             raise UserError(
                 f"{option}: needs CONFIG instead of --model, which is about bytes alone"
             )
+    for option, path in (("--save", given.save), ("--picture", given.picture)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise UserError(f"{option} {path}: needs a file in a directory that there is")
+    if given.picture is not None and not can_draw():
+        raise UserError("--picture needs matplotlib: install rl-jax[report]")
     if given.config is not None and given.rates is None and given.chip is None:
         raise UserError(
             "a forecast needs rates: --chip NAME, or --rates FILE, as `rl-jax plan --fit RUN "

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from launch import build
-from launch.picture import can_draw
 from launch.plan.chips import SOURCES, rates_of_chip
 from launch.plan.closed import closed_form
 from launch.plan.compare import CLOSED, MEASURED, SIMULATED, left_out, to_json, to_plain, to_text
@@ -114,8 +113,6 @@ def _doubts(found: Predicted) -> list[str]:
 def _picture(given: argparse.Namespace, found: Predicted) -> None:
     if given.picture is None:
         return
-    if not can_draw():
-        raise UserError("--picture needs matplotlib: install rl-jax[report]")
     from launch.plan.picture import draw
 
     draw(given.picture, found.job, found.rates, found.trace)

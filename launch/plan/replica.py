@@ -86,16 +86,19 @@ class Replica:
 
     def advance(self, now: float) -> list[Sampling]:
         """To the time `now`, at most `next_event`; rollouts whose request ended there."""
+        due = now >= self.next_event - 1e-12
         if self._prefills:
             self.busy_s += now - self._now
         elif self._decoding and self.up:
             begin = min(max(self._now, self._paused_until), now)
             self._steps += (now - begin) / self._step
             self.busy_s += now - begin
-        due = now >= self.next_event - 1e-12
         self._now = now
         if not due:
             return []
+        if not self._prefills:
+            # What is left of its last step may be less than a float64 of the time can tell.
+            self._steps = max(self._steps, self._decoding[0][0])
         ended = self._prefill_done() if self._prefills else self._decode_done()
         if self._staged is not None and not self._running:
             self._swap()

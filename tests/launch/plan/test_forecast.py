@@ -17,7 +17,10 @@ from rl_jax.metrics.trace import TraceWriter
 
 ROOT = Path(__file__).parents[3]
 RECORDED = ROOT / "notebooks" / "recorded"
-SMALL = "trainer.updates=4", "trainer.groups=2", "trainer.group_size=4", "rollout.in_flight=8"
+SMALL = (
+    'model.layers=["mla"]', "trainer.updates=4", "trainer.groups=2", "trainer.group_size=4",
+    "rollout.in_flight=8",
+)  # fmt: skip
 SETS = [word for text in SMALL for word in ("--set", text)]
 
 
@@ -128,11 +131,16 @@ def test_rates_of_a_chip_by_hand() -> None:
             "--assume sampler.step_s=fast: needs a number, as in sampler.step_s=0.5",
         ),
         (
-            ["quickstart", "--chip", "v5p", "--assume", "sampler.step_s=0"],
+            ["quickstart", *SETS, "--chip", "v5p", "--assume", "sampler.step_s=0"],
             "--assume: sampler.step_s = 0.0: needs a number, above 0",
         ),
         (["quickstart", "--save", "x"], "--save: needs --fit RUN"),
         (["--model", "quickstart", "--picture", "x"], "--picture: needs CONFIG instead of --model"),
+        (
+            ["quickstart", "--chip", "v5p", "--picture", "nowhere/x.png"],
+            "--picture nowhere/x.png: needs a file in a directory that there is",
+        ),
+        (["--fit", "x", "--save", "/"], "--save /: needs a file in a directory that there is"),
         (["--fit", "nowhere"], "nowhere is no run"),
         (["--fit", "nowhere", "--rates", "x"], "--rates: says nothing of a run that was"),
         (["--model", "quickstart", "quickstart"], "not allowed with argument"),

@@ -145,6 +145,19 @@ def test_a_swap_within_a_request(on_push: str, ends: float, spans: list[tuple[in
     assert replica.version == 1
 
 
+@pytest.mark.parametrize("began", [16.0, 65536.0])
+def test_a_short_step_ends_however_late_it_is(began: float) -> None:
+    """A time near `began` tells no two moments apart that are 1e-9 of a step from each other."""
+    own = rates(update_s=0.0, sampler={"step_s": 1.25e-6, "prefill_tokens_per_s": 1e9}).sampler
+    for length in range(2, 60):
+        replica, rollout = Replica(own, 4, "keep"), Sampling(0)
+        replica.advance(began)
+        replica.submit(rollout, 0.0, float(length))
+        visits = iter(range(8))
+        while not replica.advance(replica.next_event):
+            assert next(visits, None) is not None, f"{length} tokens never end"
+
+
 def test_caches_that_are_made_again_take_time() -> None:
     given = job(in_flight=16, groups=4)
     own = rates(update_s=0.05, sampler={"prefill_tokens_per_s": 40_000.0})
