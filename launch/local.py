@@ -148,6 +148,7 @@ async def _learn(own: _Local, started: _Started, stop: Stop, found: Resumption |
             gauges = {
                 names.QUEUE_DEPTH: lambda: len(trainer.queue),
                 names.IN_FLIGHT: lambda: orchestrator.state.running,
+                names.STALE_CACHE_TOKENS: lambda: sampler.engine.stale_cache_tokens,
             }
             busy = {"trainer": own.trainer, "sampler": own.sampler}
             own.record.watch(gauges, busy, lambda: sampler.engine.sampled_tokens)

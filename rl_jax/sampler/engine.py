@@ -48,8 +48,6 @@ class Engine:
     there was something to do again.
     """
 
-    STEPS_KEPT = 1000
-
     def __init__(
         self,
         weights: Weights,
@@ -64,10 +62,6 @@ class Engine:
         self.stale_cache_tokens = 0
         """Sampled from a cache with older versions than their own in it."""
         self.steps = 0
-        self.pauses: list[float] = []
-        """Seconds, one for each version that stepped, as `on_swap` hears them."""
-        self.step_seconds: deque[float] = deque(maxlen=self.STEPS_KEPT)
-        """Of the last decode steps; those of one burst share its time."""
         self._on_swap = on_swap
         self._stepped, self._ready_since = weights.version, time.perf_counter()
         self._programs, self._dispatcher = programs, dispatcher
@@ -191,7 +185,7 @@ class Engine:
             lambda outputs: steps.goes_on(outputs[1]) and not self._changed,
             label="decode" if step.width == 1 else f"prefill {step.width}",
         )
-        self._time(step.width, len(taken), weights.version, began)
+        self._time(weights.version, began)
         for _, sampled in taken:
             self.steps += 1
             self._absorb(step, sampled, weights.version)
@@ -204,13 +198,10 @@ class Engine:
         self._changed = True
         self._wake.set()
 
-    def _time(self, width: int, steps: int, version: int, began: float) -> None:
+    def _time(self, version: int, began: float) -> None:
         pause, self._ready_since = began - self._ready_since, time.perf_counter()
-        if width == 1:
-            self.step_seconds.extend([(self._ready_since - began) / steps] * steps)
         if version != self._stepped:
             self._stepped = version
-            self.pauses.append(pause)
             self._on_swap(version, pause)
 
     # Both run on the dispatcher's thread: whatever comes next there finds the pool they leave.

@@ -305,9 +305,7 @@ def test_a_swap_tells_its_version_and_pause_once_the_new_weights_stepped(
         await engine.swap(tiny.weights(2))
         now += 1000
         await ask(engine, 4, request(prompt(4, 20), 3))
-        assert told[-1] == (2, 1 / 64) and engine.pauses == [pause for _, pause in told]
-        # Of 15 tokens two came by prefill, a third one by recomputation.
-        assert list(engine.step_seconds) == [1 + 1 / 64] * (12 if on_push == "recompute" else 13)
+        assert told[-1] == (2, 1 / 64)
 
     monkeypatch.setattr(sampler_program, "time", SimpleNamespace(perf_counter=look))
 
