@@ -87,8 +87,9 @@ def row(recorded: Recorded, label: str) -> Row:
 
 
 def state(events: Iterable[Event], *, running: bool) -> str:
-    """ "running", what the run's end says ("finished" or "stopped"), or "killed" where it has
-    none; `running` says whether a program of it still writes."""
+    """What the run's end says ("finished" or "stopped"), "running" before that, or "killed" where
+    it has no end; `running` says whether a program of it still writes. Who finishes a run writes
+    its report while it runs."""
     ended = ""
     for event in events:
         match event:
@@ -96,7 +97,7 @@ def state(events: Iterable[Event], *, running: bool) -> str:
                 ended = ""
             case RunEnded(reason):
                 ended = reason
-    return "running" if running else ended or "killed"
+    return "running" if running and ended != "finished" else ended or "killed"
 
 
 def series(lines: Lines, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -56,6 +56,9 @@ def test_row_counts_sampled_tokens_by_version():
         ([RunStarted(0, "", 0), RunEnded("stopped")], False, "stopped"),
         ([RunStarted(0, "", 0), RunEnded("stopped"), RunStarted(0, "", 3)], False, "killed"),
         ([RunEnded("stopped"), RunStarted(0, "", 3), RunEnded("finished")], False, "finished"),
+        ([RunStarted(0, "", 0), RunEnded("finished")], True, "finished"),
+        ([RunStarted(0, "", 0), RunEnded("stopped")], True, "running"),
+        ([RunEnded("finished"), RunStarted(0, "", 3)], True, "running"),
     ],
 )
 def test_state_is_what_the_last_start_came_to(told, running, state):
