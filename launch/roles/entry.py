@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import sys
+import traceback
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,17 @@ def _joined(
     )
 
 
+def status_of(role: Role) -> int:
+    """Of its program's end, a fault told with its traceback. The process must end at once then: at
+    the interpreter's end jax would wait for the world, whose others end because of this one, and
+    would be taken for the first to fail."""
+    try:
+        return guarded(lambda: play(role))
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
 if __name__ == "__main__":
     die_with_parent()
-    leave(guarded(lambda: play(Role.from_env(os.environ))))
+    leave(status_of(Role.from_env(os.environ)))
