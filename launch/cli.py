@@ -204,14 +204,14 @@ def _run(given: argparse.Namespace) -> int:
         return start.rendered(given)
     start.check_place(given)
     render.check_options(given)
-    config = located(load(given.config, given.overrides))
+    config = load(given.config, given.overrides)
     run_dir = given.out or Path("runs") / config.name
     _check_free(run_dir)
     begin = _beginning(config, given)
     from launch.compose import with_defaults
     from launch.run_directory import create_run
 
-    config = with_defaults(config)
+    config = located(with_defaults(config))
     create_run(run_dir, config, f"# resolved from {given.config}\n{resolved(config)}")
     try:
         return begin(config, run_dir, given)

@@ -22,13 +22,35 @@ SUMS, OWN, TEACHERS = "SHA256SUMS", "PACKAGES", "TEACHERS"
 
 
 def located(config: RunConfig) -> RunConfig:
-    """The same with absolute directories of teachers and of the snapshot that it starts from: a run
-    may be resumed, and its versions exported, from elsewhere."""
-    known = {name: str(Path(where).absolute()) for name, where in config.teachers.items()}
-    own = config.warm_start
-    if own.snapshot is not None:
-        own = own.model_copy(update={"snapshot": str(Path(own.snapshot).absolute())})
-    return config.model_copy(update={"teachers": Directories(known), "warm_start": own})
+    """The same with absolute paths of all files and directories that it names: a run's roles may
+    stand, it may be resumed, and its versions exported, elsewhere."""
+    named = {section: f"{file.absolute()}:{name}" for section, file, name in _files(config)}
+    config = config.with_imports(named)
+    where = {key: str(Path(path).absolute()) for key, path in directories(config).items()}
+    teachers = Directories({name: where[f"teachers.{name}"] for name in config.teachers})
+    task = config.task.model_copy(update={"tokenizer": where.get("task.tokenizer")})
+    own = config.warm_start.model_copy(update={"snapshot": where.get("warm_start.snapshot")})
+    return config.model_copy(update={"teachers": teachers, "task": task, "warm_start": own})
+
+
+def directories(config: RunConfig) -> dict[str, str]:
+    """Those that `config` names, by key."""
+    found = {
+        "task.tokenizer": config.task.tokenizer,
+        "warm_start.snapshot": config.warm_start.snapshot,
+        **{f"teachers.{name}": where for name, where in config.teachers.items()},
+    }
+    return {key: where for key, where in found.items() if where is not None}
+
+
+def carried(config: RunConfig, folder: str) -> tuple[RunConfig, dict[Path, str]]:
+    """The same over copies of the files that it names, which are to lie in `folder` ("" or one that
+    ends with /); and those files, each with the name of its copy, which every cluster takes."""
+    copies: dict[Path, str] = {}
+    named: dict[str, str] = {}
+    for section, file, name in _files(config):
+        named[section] = f"{folder}{copies.setdefault(file, f'{section}.py')}:{name}"
+    return config.with_imports(named), copies
 
 
 def keep_code(config: RunConfig, run_dir: Path) -> None:
@@ -64,10 +86,11 @@ def config_of(run_dir: Path) -> RunConfig:
         kept.add(name)
     config = load(run_dir / "config.toml", check_files=not kept)
     copies = {file: folder / name for file, name in _copies(config).items() if name in kept}
-    changed = {}
-    for section, name in config.imports.items():
-        if (file := file_of(name)) in copies:
-            changed[section] = f"{copies[file]}:{name.rpartition(':')[2]}"
+    changed = {
+        section: f"{copies[file]}:{name}"
+        for section, file, name in _files(config)
+        if file in copies
+    }
     return config.with_imports(changed)
 
 
@@ -87,11 +110,18 @@ def changed_packages(run_dir: Path) -> list[str]:
     return sorted({line.partition("  ")[2] for line in then ^ now}) if then else []
 
 
+def _files(config: RunConfig) -> Iterator[tuple[str, Path, str]]:
+    """(section, file, name in it) of each import from a file."""
+    for section, name in config.imports.items():
+        if (file := file_of(name)) is not None:
+            yield section, file, name.rpartition(":")[2]
+
+
 def _copies(config: RunConfig) -> dict[Path, str]:
     """The files that `config` names, each with the name of its copy."""
     copies: dict[Path, str] = {}
-    for file in map(file_of, config.imports.values()):
-        if file is not None and file not in copies:
+    for _, file, _ in _files(config):
+        if file not in copies:
             names = chain([file.name], (f"{file.stem}-{n}.py" for n in count(2)))
             copies[file] = next(name for name in names if name not in copies.values())
     return copies

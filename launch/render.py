@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.code import located
+from launch.code import carried, directories, located
 from launch.env_table import resolve
 from launch.spec import PLATFORMS, LaunchPlan, RunSpec, make_plan, one_process_plan
-from rl_jax.config.base import UserError
+from rl_jax.config.base import UserError, toml_value
 from rl_jax.config.load import load, resolved
 from rl_jax.config.run import RunConfig
 
@@ -17,6 +18,9 @@ FORMS = ("jobset", "lws", "rayjob", "pathways")
 IMAGE = "rl-jax"
 SHARED = {"slurm": "run", "gke": "/shared/{name}", "tpu-vm": "/shared/{name}"}
 """A run's directory where none is given; a relative one is below the rendered directory."""
+BESIDE = {"gke": "/plan/", "tpu-vm": ""}
+"""Targets whose hosts do not see this disk, and what they write before the name of a file that lies
+beside the plan there."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +88,13 @@ def run(given: argparse.Namespace) -> int:
     plan = planned(RunSpec(config, run_dir))
     from launch.compose import with_defaults  # checks the loss, which takes jax
 
-    text = f"# resolved from {given.config}\n{resolved(with_defaults(located(config)))}"
+    config = with_defaults(config)
+    copies: dict[Path, str] = {}
+    if given.target in BESIDE:
+        config, copies = carried(config, BESIDE[given.target])
+    else:
+        config = located(config)
+    text = f"# resolved from {given.config}\n{resolved(config)}"
     written = {**common(config, plan, text), **target_files(plan, given)}
     if given.form == "pathways":
         del written["environment.md"]  # no role is placed by the plan
@@ -96,9 +106,11 @@ def run(given: argparse.Namespace) -> int:
             path.write_text(content, encoding="utf-8")
             if path.suffix == ".sh":
                 path.chmod(0o755)
+        for file, name in copies.items():
+            shutil.copyfile(file, given.out / name)
     except OSError as error:
         raise UserError(f"{given.out}: cannot be written ({error.strerror})") from None
-    print(f"written to {given.out}: {', '.join(written)}")
+    print(f"written to {given.out}: {', '.join([*written, *copies.values()])}")
     return 0
 
 
@@ -112,6 +124,14 @@ def _check(config: RunConfig, given: argparse.Namespace) -> None:
         raise UserError(f'launch.chip = "{config.launch.chip}": --target slurm needs h200 or cpu')
     if given.het_group and config.launch.sampler is None:
         raise UserError("--het-group: needs hosts in launch.sampler")
+    if given.target == "gke" and given.run and not Path(given.run).is_absolute():
+        raise UserError(f"--run {given.run}: needs an absolute path, as all pods of GKE find it")
+    for key, where in directories(config).items():
+        if given.target in BESIDE and not Path(where).is_absolute():
+            raise UserError(
+                f"{key} = {toml_value(where)}: the hosts of --target {given.target} do not see "
+                f"this disk: needs the absolute path at which they find it, as /shared/{where}"
+            )
 
 
 def common(config: RunConfig, plan: LaunchPlan, text: str) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from launch.engine.world import Place
 from launch.env_table import over
 from launch.processes import ENTRY
 from launch.roles.base import TOKEN, Addresses, Role
-from launch.spec import ATTEMPTS, LaunchPlan, Process, RoleGroup
+from launch.spec import LaunchPlan, Process, RoleGroup
 from rl_jax.config.base import UserError
 
 HOSTS, HOSTS_FILE = "RL_JAX_HOSTS", "RL_JAX_HOSTS_FILE"
@@ -97,7 +97,9 @@ def specs_of(
     """How `processes` of a group are started; what this environment sets wins over the plan's."""
     return tuple(
         ProcessSpec(
-            ENTRY, over(process.env, os.environ) | world_of(group, process, site) | role.to_env()
+            ENTRY,
+            over(process.env, os.environ) | world_of(group, process, site) | role.to_env(),
+            tuple(ports_of(process, site).values()),
         )
         for process in processes
     )
@@ -108,6 +110,11 @@ def world_of(group: RoleGroup, process: Process, site: Site) -> dict[str, str]:
     first = group.processes[0]
     if "coordinator" not in first.ports:
         return {}
-    at = [first.ports[name][site.attempt % ATTEMPTS] for name in ("coordinator", "channel")]
-    served = [f"{site.hosts[first.host]}:{port}" for port in at]
+    at = ports_of(first, site)
+    served = [f"{site.hosts[first.host]}:{at[name]}" for name in ("coordinator", "channel")]
     return Place(process.rank, len(group.processes), *served).to_env()
+
+
+def ports_of(process: Process, site: Site) -> dict[str, int]:
+    """What a process listens at in this attempt: others of a world's may be another attempt's."""
+    return {name: own[site.attempt % len(own)] for name, own in process.ports.items()}

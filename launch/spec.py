@@ -113,6 +113,7 @@ def make_plan(spec: RunSpec) -> LaunchPlan:
         _group(spec, "orchestrator", "host", [(0, ())]),
         *(_group(spec, f"sampler-{i}", "sampler", [at]) for i, at in enumerate(replicas)),
     )
+    _check_used(config, pools, {process.host for group in groups for process in group.processes})
     return LaunchPlan(
         name=config.name,
         run_dir=spec.run_dir,
@@ -241,6 +242,24 @@ def _check_topology(key: str, hosts: Hosts, chips: int) -> None:
         raise UserError(
             f'launch.{key}.topology = "{hosts.topology}": has {held} chips, its hosts have {chips}'
         )
+
+
+def _check_used(config: RunConfig, pools: tuple[Host, ...], used: set[int]) -> None:
+    """A host that nothing stands on would have nothing to do, and end the job of all of them."""
+    told = {
+        "trainer": f"processes.trainers = {config.processes.trainers}",
+        "sampler": f"processes.samplers = {config.processes.samplers}",
+    }
+    if config.launch.sampler is None:
+        told["trainer"] = " and ".join(told.values())
+    for pool, who in told.items():
+        own = {host.index for host in pools if host.pool == pool}
+        if own - used:
+            right = len(own & used)
+            raise UserError(
+                f"launch.{pool}.count = {len(own)}: {who} stand on {right} of these hosts, and "
+                f"nothing on the others: needs {right}"
+            )
 
 
 def _group(spec: RunSpec, name: str, kind: Kind, places: list[Stand]) -> RoleGroup:

@@ -8,7 +8,7 @@ one job.
 from collections.abc import Iterator, Sequence
 
 from launch.gke.pods import Manifest, Pods, template, told
-from launch.spec import LaunchPlan, RoleGroup
+from launch.spec import Host, LaunchPlan, RoleGroup
 
 USER_ERROR, AGAIN = 2, 42
 API = "jobset.x-k8s.io/v1alpha2"
@@ -30,14 +30,15 @@ def host_names(name: str, trainers: int, samplers: int) -> tuple[str, ...]:
 
 
 def trainer(pods: Pods) -> Manifest:
-    """The trainer's hosts. With samplers on them, pods play all of a host; without, the
-    orchestrator has a pod on a node without devices."""
+    """The trainer's hosts. Where roles share one, pods play all of a host; where a process of the
+    trainer has its own, the orchestrator has a pod on a node without devices."""
     plan = pods.plan
     hosts = [host for host in plan.hosts if host.pool == "trainer"]
     if not apart(pods):
-        standing = {process.host for group in plan.groups for process in group.processes}
-        own = template(pods, "trainer", ("--host", RANK), plan.groups, RANK, ENV)
-        return jobset(pods, pods.name, [("trainer", len(standing), own)])
+        # What stands on the samplers' own hosts is played by the pods of `samplers`.
+        standing = _on(plan.groups, hosts)
+        own = template(pods, "trainer", ("--host", RANK), standing, RANK, ENV)
+        return jobset(pods, pods.name, [("trainer", len(hosts), own)])
     world = plan.group("trainer")
     driver = plan.group("orchestrator")
     own = template(pods, "trainer", ("--rank", RANK, "trainer"), [world], RANK, ENV)
@@ -65,12 +66,13 @@ def sampler_hosts(pods: Pods) -> Iterator[tuple[str, str, list[RoleGroup]]]:
     """(name of its own, index in the plan, what stands there) of each host of samplers."""
     plan = pods.plan
     for number, host in enumerate(host for host in plan.hosts if host.pool == "sampler"):
-        if standing := _on(plan.groups, host.index):
-            yield f"{pods.name}-s{number}", str(host.index), standing
+        yield f"{pods.name}-s{number}", str(host.index), _on(plan.groups, [host])
 
 
-def _on(groups: Sequence[RoleGroup], host: int) -> list[RoleGroup]:
-    return [group for group in groups if any(p.host == host for p in group.processes)]
+def _on(groups: Sequence[RoleGroup], hosts: Sequence[Host]) -> list[RoleGroup]:
+    """Those with a process on one of `hosts`."""
+    own = {host.index for host in hosts}
+    return [group for group in groups if any(p.host in own for p in group.processes)]
 
 
 def jobset(pods: Pods, name: str, jobs: Sequence[tuple[str, int, Manifest]]) -> Manifest:

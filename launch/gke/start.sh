@@ -7,6 +7,9 @@ cd "$(dirname "$0")"
 . ./launch.env
 
 files=(--from-file=plan.json --from-file=config.toml)
+for file in *.py; do # of the user's own: what the configuration names
+    if [ -e "$file" ]; then files+=(--from-file="$file"); fi
+done
 if [ -e entry.sh ]; then
     files+=(--from-file=launch.env --from-file=entry.sh)
 elif ! kubectl get secret "$NAME-token" >/dev/null 2>&1; then

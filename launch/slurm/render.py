@@ -40,12 +40,16 @@ def _header(plan: LaunchPlan, counts: Mapping[str, int], het_group: bool) -> lis
         "--output=job-%j.log",
     ]
     pools = [counts["trainer"], counts["sampler"]] if het_group else [sum(counts.values())]
-    gpus = plan.hosts[0].devices if plan.chip == "h200" else 0
+    # Of a single component every node has as many as the host that asks for most.
+    first = [0, counts["trainer"]] if het_group else [0]
+    gpus = [
+        max(h.devices for h in plan.hosts[at : at + n]) for at, n in zip(first, pools, strict=True)
+    ]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in common)]
     for index, nodes in enumerate(pools):
         lines += ["#SBATCH hetjob"] if index else []
         lines += [f"#SBATCH --nodes={nodes}", "#SBATCH --ntasks-per-node=1", "#SBATCH --exclusive"]
-        lines += [f"#SBATCH --gpus-per-node={gpus}"] if gpus else []
+        lines += [f"#SBATCH --gpus-per-node={gpus[index]}"] if plan.chip == "h200" else []
     return lines
 
 

@@ -51,7 +51,7 @@ def _one_of(kind: str, known: tuple[str, ...]) -> AfterValidator:
     """A name out of `known`, or what names an object of the user's own."""
 
     def check(value: str) -> str:
-        if value in known or re.fullmatch(r"[^:]+\.py:\w+|\w+(\.\w+)*:\w+", value):
+        if value in known or re.fullmatch(r".+\.py:\w+|\w+(\.\w+)*:\w+", value):
             return value
         raise ValueError(
             f"no such {kind}; there is {', '.join(known)}, and your own as path/to/file.py:name or "

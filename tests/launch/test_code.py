@@ -180,3 +180,36 @@ def test_files_of_one_name_are_kept_apart(tmp_path: Path, monkeypatch: pytest.Mo
     assert config.imports["loss"] == f"{run}/code/mine-2.py:own"
     assert called(config) == "the task as it was"
     compose.build_loss(config)
+
+
+def test_all_that_is_named_is_found_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a resume, and by roles that stand in another directory before there is a run."""
+    for folder in ("here: one", "there"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(here := tmp_path / "here: one")
+    Path("mine.py").write_text(TASK)
+    named = 'name = "mine.py:family"\ntokenizer = "kept"\n[warm_start]\nsnapshot = "kept/0"\n'
+    Path("c.toml").write_text(f'name = "small"\n[teachers]\na = "../b"\n[task]\n{named}')
+    config = located(load(Path("c.toml")))
+    run = here / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(resolved(config))
+    keep_code(config, run)
+    write_format(run)
+    monkeypatch.chdir(tmp_path / "there")
+    assert load(run / "config.toml") == config, "its files are there"
+    assert called(config) == "the task as it was"
+    Path("../here: one/mine.py").unlink()
+    kept = config_of(run)
+    assert called(kept) == "the task as it was"
+    assert kept.task.tokenizer == f"{here}/kept" and kept.warm_start.snapshot == f"{here}/kept/0"
+    assert kept.teachers == {"a": f"{here}/../b"}
+
+
+def test_a_shipped_tokenizer_is_found_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(code.ROOT)
+    config = load(Path("configs/smollm2_135m.toml"))
+    assert config.task.tokenizer == "checkpoints/smollm2"
+    assert located(config).task.tokenizer == f"{code.ROOT}/checkpoints/smollm2"

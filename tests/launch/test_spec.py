@@ -1,12 +1,13 @@
 """A launch's plan: whatever is planned fits, and what does not fit is one line."""
 
+import re
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.site import Site, addresses_of, world_of
+from launch.site import Site, addresses_of, ports_of, world_of
 from launch.spec import LaunchPlan, RunSpec, make_plan, members
 from rl_jax.config.base import UserError
 from rl_jax.config.run import RunConfig
@@ -195,3 +196,63 @@ def test_what_does_not_fit_is_one_line(sections: dict, said: str) -> None:
     with pytest.raises(UserError) as told:
         planned(**sections)
     assert said in str(told.value) and "\n" not in str(told.value)
+
+
+def with_fewer(sections: dict) -> LaunchPlan | None:
+    """The plan with as many hosts as errors say are right; None where something else is wrong."""
+    try:
+        return planned(**sections)
+    except UserError as error:
+        told = re.fullmatch(r"launch\.(\w+)\.count = .*: needs (\d+)", str(error))
+    if told is None:
+        return None
+    launch, pool, right = sections["launch"], told[1], int(told[2])
+    assert 1 <= right < launch[pool]["count"]
+    own = {**launch, pool: {**launch[pool], "count": right}}
+    plan = with_fewer({**sections, "launch": own})
+    assert plan is not None, "no other mistake comes of it"
+    return plan
+
+
+@given(launches())
+@settings(deadline=None)
+def test_something_stands_on_every_host(sections: dict) -> None:
+    if plan := with_fewer(sections):
+        standing = {process.host for group in plan.groups for process in group.processes}
+        assert standing == {host.index for host in plan.hosts}
+
+
+@pytest.mark.parametrize(
+    ("launch", "processes", "said"),
+    [
+        ({"trainer": hosts(3, 8)}, {"samplers": 8},
+         "launch.trainer.count = 3: processes.trainers = 1 and processes.samplers = 8 stand on 2 "
+         "of these hosts, and nothing on the others: needs 2"),
+        ({"trainer": hosts(2, 8), "sampler": hosts(1, 8)}, {"samplers": 1},
+         "launch.trainer.count = 2: processes.trainers = 1 stand on 1 of these hosts, and nothing "
+         "on the others: needs 1"),
+        ({"trainer": hosts(1, 8), "sampler": hosts(4, 2)}, {"samplers": 5},
+         "launch.sampler.count = 4: processes.samplers = 5 stand on 3 of these hosts, and nothing "
+         "on the others: needs 3"),
+    ],
+)  # fmt: skip
+def test_the_right_number_of_hosts_is_told(launch: dict, processes: dict, said: str) -> None:
+    with pytest.raises(UserError) as told:
+        planned(launch={"chip": "h200", **launch}, processes=processes)
+    assert str(told.value) == said
+
+
+def test_ports_of_one_attempt_alone_are_tried() -> None:
+    """Others of a world may still be held by an attempt before."""
+    plan = planned(
+        processes={"trainers": 2},
+        mesh={"trainer": {"data": 16}},
+        launch={"chip": "h200", "trainer": hosts(2, 8), "sampler": hosts(1, 8)},
+    )
+    first, other = plan.group("trainer").processes
+    site = Site(("a", "b", "c"), "secret", attempt=17)
+    assert ports_of(first, site) == {
+        "link": 7400, "queue": 7401, "coordinator": 7403, "channel": 7419,
+    }  # fmt: skip
+    assert ports_of(other, site) == {}
+    assert ports_of(plan.group("sampler-0").processes[0], site) == {"serve": 7500}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import yaml
 
 from launch.cli import main
 from launch.gke import kueue
+from launch.slurm import render as slurm
 from launch.spec import LaunchPlan
 from tests.launch.targets import crds, golden
 from tests.structure.source import ROOT
@@ -219,6 +221,7 @@ def test_images_are_locked_and_hold_no_root() -> None:
         (["--target", "slurm", "--set", "mesh.trainer.fsdp=16",
           "--set", "trainer.rows_per_microbatch=16"], "do not fit launch.trainer"),
         (["--target", "gke", "--set", "launch.trainer.devices=5"], "GKE has no node of 5 h200"),
+        (["--target", "gke", "--run", "mine"], "--run mine: needs an absolute path"),
         (["--target", "nomad"], "invalid choice: 'nomad'"),
         (["--target", "gke", "--as", "lws"], "--as lws: needs hosts in launch.sampler"),
         (["--target", "slurm", "--as", "lws"], "--as: needs --target gke"),
@@ -238,6 +241,18 @@ def test_what_cannot_be_rendered_is_one_line(
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1
     assert not out.exists()
+
+
+@pytest.mark.parametrize(("het_group", "asked"), [(False, ["8"]), (True, ["8", "4"])])
+def test_components_ask_for_their_own_gpus(
+    het_group: bool, asked: list[str], tmp_path: Path
+) -> None:
+    golden.render("qwen3_32b_h200_64", "slurm", tmp_path / "out")
+    plan = LaunchPlan.model_validate_json((tmp_path / "out" / "plan.json").read_text())
+    fewer = [h.model_copy(update={"devices": 4 if h.pool == "sampler" else 8}) for h in plan.hosts]
+    plan = plan.model_copy(update={"hosts": tuple(fewer)})
+    job = slurm.files(plan, het_group=het_group)["job.sh"]
+    assert re.findall(r"^#SBATCH --gpus-per-node=(\d+)$", job, re.MULTILINE) == asked
 
 
 def test_a_directory_that_exists_is_left(

@@ -12,6 +12,7 @@ import pytest
 
 from launch.cli import main
 from tests.fakes import slurm
+from tests.fakes.compiling import QUICK_FLAGS
 from tests.fakes.jobs import (
     DEADLINE_S,
     batch_pid,
@@ -62,7 +63,8 @@ def check_over(out: Path, updates: int) -> None:
     assert not [path for path in files if secret in path.read_bytes()]
 
 
-def test_a_run_of_two_nodes(tmp_path: Path) -> None:
+def test_a_run_of_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {QUICK_FLAGS}")
     out = rendered(tmp_path, 2, samplers=1)
     with submitted(out) as job:
         assert job.wait(DEADLINE_S) == 0, said(out)
