@@ -10,7 +10,6 @@ import os
 import platform
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.env_table import over
+from launch.ports import first_taken
 from launch.role import read_plan
 from launch.spec import PLATFORMS, LaunchPlan, RunSpec, make_plan, members
 from rl_jax.config.base import UserError
@@ -88,14 +88,10 @@ def _ports(plan: LaunchPlan, host: int) -> list[int]:
 
 def check_ports(ports: Sequence[int]) -> str:
     """All of this host's can be had."""
-    for port in ports:
-        try:
-            socket.create_server(("", port)).close()
-        except OSError as error:
-            why = os.strerror(error.errno or 0)  # its own text repeats the port
-            raise UserError(
-                f"ports: {port} cannot be had ({why}): choose others with launch.first_port"
-            ) from None
+    if found := first_taken(ports):
+        raise UserError(
+            f"ports: {found[0]} cannot be had ({found[1]}): choose others with launch.first_port"
+        )
     return f"ports: {', '.join(map(str, ports)) or 'none needed'} free"
 
 

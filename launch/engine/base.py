@@ -38,6 +38,8 @@ class ProcessSpec(NamedTuple):
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    ports: tuple[int, ...] = ()
+    """What it will listen at; an engine of several machines starts nothing where one is taken."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from launch.engine.base import CallFailed, Exited, Group, GroupDied, GroupSpec, 
 from launch.engine.local import LocalEngine
 from launch.engine.wire import frame, unframed
 from launch.env_table import PLACEMENT
+from launch.ports import first_taken
 
 LEASE_S = 30.0
 """How long a process lives without anybody asking whether it does."""
@@ -47,15 +48,18 @@ class Keeper:
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def start(self, request: bytes) -> bytes:
-        """{name, argv, env, grace_s, index} -> {pid}; {errno, error} where it cannot be started,
-        {open} where this node lets anybody in, {unseen} where it has another disk."""
+        """{name, argv, env, ports, grace_s, index} -> {pid}; {errno, error} where it cannot be
+        started, {open} where this node lets anybody in, {unseen} where it has another disk, {taken}
+        with the first of `ports` that others have here."""
         if os.environ.get("RAY_AUTH_MODE") != "token":
             return frame({"open": True})
         # Before anything is written: the engine would make a directory of that name here.
         if not (self._run_dir / "FORMAT").is_file():
             return frame({"unseen": True})
-        self._engine = LocalEngine(self._run_dir, self._environ)
         told = unframed(request)
+        if found := first_taken(told["ports"]):
+            return frame({"taken": found[0]})
+        self._engine = LocalEngine(self._run_dir, self._environ)
         process = ProcessSpec(tuple(told["argv"]), told["env"])
         spec = GroupSpec(told["name"], (process,), told["grace_s"], first=told["index"])
         # Ray's workers block it, and children inherit that.

@@ -169,8 +169,8 @@ class RayEngine:
 
     `run_dir` is on a disk that every node sees: there are the logs, as `LocalEngine` has them.
     Processes inherit their node's environment and what this one's has in addition. `start_group`
-    also raises Displaced, and UserError for a node without token authentication or without
-    `run_dir`, which holds a run.
+    also raises Displaced, and UserError for a node without token authentication, without
+    `run_dir`, which holds a run, or where a port of the process is taken.
     """
 
     def __init__(self, run_dir: Path, berths: Mapping[str, Sequence[Berth]] | None = None) -> None:
@@ -242,6 +242,7 @@ class RayEngine:
             "index": index,
             "argv": process.argv,
             "env": dict(process.env),
+            "ports": process.ports,
             "grace_s": spec.grace_s,
         }
         started = asyncio.ensure_future(_answer(keeper.start.remote(frame(request))))
@@ -256,6 +257,11 @@ class RayEngine:
         if "unseen" in reply:
             why = "put it on one that all nodes see"
             raise UserError(f"{self._run_dir} is not on a disk that node {berth.host} sees: {why}")
+        if port := reply.get("taken"):
+            raise UserError(
+                f"{name}: port {port} of its node {berth.host} is in use, as by another run: "
+                "choose others with launch.first_port"
+            )
         if "error" in reply:
             raise OSError(reply["errno"], reply["error"])
         return _Member(keeper, reply["pid"], self._run_dir / "logs" / f"{name}.log", berth.host)

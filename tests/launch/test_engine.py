@@ -29,6 +29,7 @@ from launch.engine.exits import in_words
 from launch.engine.local import LocalEngine, LocalGroup
 from launch.engine.wire import MAX_MESSAGE
 from launch.engine.world import Place, Ports
+from rl_jax.config.base import UserError
 from rl_jax.replay.log import write_format
 from tests.fakes.processes import Watched
 from tests.fakes.ray import cluster, connected
@@ -502,3 +503,29 @@ def test_engines_import_no_jax() -> None:
     assert "jax" not in modules_after(
         "import launch.supervisor, launch.engine.local, launch.engine.child, launch.engine.world"
     )
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("one_node")
+def test_a_port_that_another_run_has_is_told(tmp_path: Path) -> None:
+    from launch.engine.ray import Berth, RayEngine
+
+    async def main() -> None:
+        write_format(tmp_path)
+        berths = {"a": [Berth({"num_cpus": 0}, None, "north")]}
+        engine = RayEngine(tmp_path, berths)
+        try:
+            with socket.create_server(("", 0)) as others:
+                port = others.getsockname()[1]
+                spec = group("a", process()._replace(ports=(port,)))
+                with pytest.raises(UserError) as told:
+                    await engine.start_group(spec)
+            assert str(told.value) == (
+                f"a-0: port {port} of its node north is in use, as by another run: choose others "
+                "with launch.first_port"
+            )
+            await ready(await engine.start_group(spec))
+        finally:
+            await engine.close()
+
+    asyncio.run(main())

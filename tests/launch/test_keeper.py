@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -28,8 +29,8 @@ def made(run_dir: Path) -> Keeper:
     return Keeper(str(run_dir), str(ROOT), frame({}))
 
 
-def request(*argv: str) -> bytes:
-    told = {"name": "a", "index": 1, "argv": argv, "env": ENV, "grace_s": 1.0}
+def request(*argv: str, ports: tuple[int, ...] = ()) -> bytes:
+    told = {"name": "a", "index": 1, "argv": argv, "env": ENV, "ports": ports, "grace_s": 1.0}
     return frame(told)
 
 
@@ -119,3 +120,25 @@ def test_nothing_is_started_or_written_where_the_run_is_on_another_disk(tmp_path
 
 def test_a_keeper_imports_neither_jax_nor_ray() -> None:
     assert not {"jax", "ray"} & modules_after("import launch.engine.keeper")
+
+
+def test_nothing_is_started_where_a_port_is_taken(tmp_path: Path) -> None:
+    """Also by who listens at one of the node's addresses alone."""
+
+    async def main() -> None:
+        own = made(tmp_path)
+        try:
+            with (
+                socket.create_server(("127.0.0.1", 0)) as others,
+                socket.create_server(("127.0.0.1", 0)) as freed,
+            ):
+                free, taken = (each.getsockname()[1] for each in (freed, others))
+                freed.close()
+                told = unframed(await own.start(request(*ASLEEP, ports=(free, taken))))
+                assert told == {"taken": taken}
+                assert [path.name for path in tmp_path.iterdir()] == ["FORMAT"]
+            assert "pid" in unframed(await own.start(request(*ASLEEP, ports=(free, taken))))
+        finally:
+            await own.close()
+
+    asyncio.run(main())
