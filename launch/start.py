@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launch import render
+from launch.operate.launched import called
 from launch.operate.place import STARTED, find
 from launch.operate.running import of_process, recorded
 from launch.operate.status import commands
-from launch.operate.stop import called
 from launch.ray import cluster
 from rl_jax.config.base import UserError
 from rl_jax.config.run import RunConfig

@@ -7,12 +7,19 @@ end, 2 where it does not run.
 import argparse
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from launch.operate.launched import (
+    CALL_S,
+    babysitter,
+    called,
+    files_of,
+    in_cluster,
+    state_of_job,
+)
 from launch.operate.place import Place, find, job_of
 from launch.operate.running import Runner, runner
 from launch.operate.status import NEVER, state_in_words
@@ -24,8 +31,6 @@ WAIT_S = 300.0
 """A trainer of a pod may take 240 s for its last checkpoint."""
 REAP_S = 30.0
 """From KILL to the end of what the killed process had started."""
-CALL_S = 60.0
-"""Of a command of a cluster that only asks or tells."""
 TELL_S = 10.0
 LOOK_S = 0.2
 CHECKPOINT = (0, 42)
@@ -141,27 +146,12 @@ def _awaited(place: Place, over: Callable[[], bool], wait_s: float) -> bool:
     return True
 
 
-def called(*argv: str, wait_s: float = CALL_S, where: Path | None = None) -> str:
-    """What a command of a cluster prints, called in the directory `where`. UserError, with its last
-    line, where it fails."""
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=wait_s, cwd=where)
-    except FileNotFoundError:
-        raise UserError(f"{argv[0]} is not here: call it where the launch was started") from None
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{argv[0]} did not answer within {wait_s:g} s") from None
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise UserError(f"{argv[0]} ended with {done.returncode}: {said}")
-    return done.stdout
-
-
 def _slurm(place: Place, wait_s: float) -> int:
     """A notice as of the time limit, after which the job does not queue itself again."""
     job = job_of(place)
     if job is None or place.rendered is None:
         raise UserError(f"{place.run_dir} does not run: no job was submitted from {place.rendered}")
-    state = _state_of_job(job)
+    state = state_of_job(job)
     if not state:
         raise UserError(_does_not_run(place))
     log = place.rendered / f"job-{job}.log"
@@ -186,20 +176,9 @@ def _slurm(place: Place, wait_s: float) -> int:
     return _judged(place, bool(status) and status[-1] in CHECKPOINT)
 
 
-def _state_of_job(job: str) -> str:
-    """RUNNING, PENDING and so on; empty where Slurm has it no more."""
-    try:
-        said = called("squeue", "--job", job, "--noheader", "--format=%T")
-    except UserError as error:
-        if "Invalid job id" not in str(error):
-            raise
-        return ""  # it ended minutes ago
-    return "".join(said.split()[:1])
-
-
 def _cancelled(job: str) -> bool:
     """Whether it is gone; else it is told to go."""
-    state = _state_of_job(job)
+    state = state_of_job(job)
     if state and state != "COMPLETING":
         called("scancel", job)
     return not state
@@ -213,8 +192,8 @@ def _statuses(log: Path, start: int) -> list[int]:
 
 def _gke(place: Place, wait_s: float) -> int:
     """Deletes what runs; the cluster tells its pods by TERM, and waits as their grace says."""
-    files = [name for path in workloads(place.rendered or Path()) for name in ("-f", str(path))]
-    if not called("kubectl", "get", "--output=name", "--ignore-not-found", *files).strip():
+    files = files_of(place)
+    if not in_cluster(place):
         raise UserError(f"{place.run_dir} does not run: the cluster has nothing of its manifests")
     told = ["kubectl", "delete", "--ignore-not-found", *files]
     if not wait_s:
@@ -242,28 +221,23 @@ def _name(place: Place) -> str:
     return name_of(place.plan) if place.plan else ""
 
 
-def workloads(rendered: Path) -> list[Path]:
-    """The manifests of what runs, not those of the queue and of the disk."""
-    found = [path for path in sorted(rendered.glob("*.yaml")) if path.stat().st_size]
-    return [path for path in found if path.name not in ("kueue.yaml", "shared.yaml")]
-
-
 def _tpu_vm(place: Place, wait_s: float) -> int:
     """Ends babysit.sh, which tells the hosts and waits for them."""
-    told = place.started
-    if not {"pid", "host", "born"} <= told.keys():
+    who = babysitter(place)
+    if who is None:
         raise UserError(f"{place.run_dir}: no babysit.sh was started in {place.rendered}")
-    who = Runner(told["pid"], told["host"], told["born"])
     if not who.here:
         raise UserError(f"{place.run_dir} is run by pid {who.pid} on {who.host}: stop it there")
     log = (place.rendered or Path()) / "babysit.log"
     before = log.stat().st_size if log.is_file() else 0
-    if not who.send(signal.SIGTERM):
+    # The second notice has a signal of its own: two TERM that come together are one.
+    if not who.send(signal.SIGTERM if wait_s else signal.SIGUSR2):
         raise UserError(_does_not_run(place))
     ended = bool(wait_s) and _awaited(place, lambda: not who.lives(), wait_s)
     if not ended:
-        # The second notice: hosts are killed, which takes as many connections as there are.
-        who.send(signal.SIGTERM)
+        # Hosts are killed, which takes as many connections as there are.
+        if wait_s:
+            who.send(signal.SIGUSR2)
         if not _awaited(place, lambda: not who.lives(), WAIT_S):
             raise UserError(f"pid {who.pid}: babysit.sh does not end; see {place.rendered}")
     # Started by hand it prints elsewhere.

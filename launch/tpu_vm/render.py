@@ -16,7 +16,7 @@ MACHINES = {
     ("v6e", 8): "ct6e-standard-8t",
 }
 """(chip, devices of a host) -> the type of its machine."""
-SCRIPTS = ("create.sh", "hosts.sh", "ssh.sh", "setup.sh", "start.sh", "babysit.sh")
+SCRIPTS = ("create.sh", "hosts.sh", "ssh.sh", "setup.sh", "host.sh", "start.sh", "babysit.sh")
 
 
 def files(plan: LaunchPlan) -> Mapping[str, str]:

@@ -1,66 +1,74 @@
 #!/bin/bash
 # Runs the launch on its instances until it ends. The exit status is the first failure's: 2 a mistake
-# of the user's, 42 where all stopped with a checkpoint, anything else a crash; 0 is done. TERM or INT
-# ends it with a checkpoint; the second one kills.
+# of the user's, as a host said, 42 where all stopped with a checkpoint, anything else a crash; 0 is
+# done. TERM or INT ends it with a checkpoint; the second one, or USR2, kills.
 set -euo pipefail
 cd "$(dirname "$0")"
 # shellcheck source=/dev/null
 . ./launch.env
 : "${RENDERED:=/shared/rendered/$NAME}"
+shared=$(printf %q "$RENDERED") # as the shell of the other side reads it
+
+# A connection that ends would end nothing on the other side: the process itself is told. A host whose
+# connection is still being made finds `stop`.
+asked=0 hosts=() living=()
+stop() { # SIGNAL
+    local index telling=()
+    [ "${#hosts[@]}" -gt 0 ] || return 0
+    ./ssh.sh "${hosts[0]}" "touch $shared/stop" || true
+    for index in "${!living[@]}"; do
+        ./ssh.sh "${hosts[$index]}" "bash $shared/host.sh tell $1 $index" 3>&- &
+        telling+=("$!")
+    done
+    # One that came later would meet the next attempt.
+    [ "${#telling[@]}" -eq 0 ] || wait "${telling[@]}" || true
+}
+trap 'asked=$((asked + 1)); if [ "$asked" -eq 1 ]; then stop TERM; else stop KILL; fi' TERM INT
+trap 'asked=$((asked + 2)); stop KILL' USR2
+
+# first COMMAND: on the first host, for all. Where it fails that is a crash, whatever the status says.
+first() {
+    local code=0
+    ./ssh.sh "${hosts[0]}" "$1" || code=$?
+    [ "$code" -eq 0 ] || { echo "${hosts[0]}: a command ended with $code" >&2; return 1; }
+}
 
 mapfile -t hosts < <(./hosts.sh)
 [ "${#hosts[@]}" -eq "$((TRAINER_HOSTS + SAMPLER_HOSTS))" ] ||
     { echo "not all instances run" >&2; exit 1; }
-shared=$(printf %q "$RENDERED") # as the shell of the other side reads it
 names=$(IFS=,; printf '%s' "${hosts[*]}")
-# The plan, and a token that only its file knows, on the disk that all see.
+# The plan, files of the user's own that the configuration names, and a token that only its file
+# knows, on the disk that all see.
 prepare="mkdir -p $shared && rm -rf $shared/preflight && cd $shared && umask 077"
 prepare+=" && { [ -s token ] || od -An -N16 -tx1 /dev/urandom | tr -d ' \n' >token; }"
-./ssh.sh "${hosts[0]}" "$prepare"
-for file in plan.json config.toml; do
-    ./ssh.sh "${hosts[0]}" "cat >$shared/$file" <"$file"
+prepare+=" && { ls host-*.pid 2>/dev/null || true; }"
+earlier=$(first "$prepare")
+for file in plan.json config.toml host.sh *.py; do
+    [ -e "$file" ] || continue
+    first "cat >$shared/$file" <"$file"
 done
 
-# A connection that ends would end nothing on the other side: the process itself is told. A host whose
-# connection is still being made finds `stop`; of one that has ended the number may be another's.
-stop() { # SIGNAL
-    local index
-    ./ssh.sh "${hosts[0]}" "touch $shared/stop" || true
-    for index in "${!living[@]}"; do
-        # shellcheck disable=SC2016 # the other side reads its file
-        ./ssh.sh "${hosts[$index]}" "cd $shared && kill -$1 "'$(cat host-'"$index.pid)" 2>/dev/null || true
-    done
-}
-asked=0 living=()
-trap 'asked=$((asked + 1)); if [ "$asked" -eq 1 ]; then stop TERM; else stop KILL; fi' TERM INT
 # What ends tells its host and status here, and is heard in that order.
 folder=$(mktemp -d)
 mkfifo "$folder/ends"
 exec 3<>"$folder/ends"
 rm -r "$folder"
 
-# played WHAT: on every instance at once. The first failure ends all, and its status is what comes
-# back, before the 42 of a host that stopped with a checkpoint.
-played() {
+# everywhere COMMAND: on every instance at once, with its own INDEX. The first failure ends all, and its
+# status is what comes back, before the 42 of a host that stopped with a checkpoint.
+everywhere() {
     local index code before left=${#hosts[@]} status=0
     living=()
-    ./ssh.sh "${hosts[0]}" "cd $shared && rm -f host-*.pid stop"
-    [ "$asked" -eq 0 ] || return 42 # nobody would see what was said before
-    local own="cd $shared && { ulimit -n 65536 2>/dev/null || true; } && trap 'exit 42' TERM"
-    # The number first: who stops it either finds that, or has left `stop` before it is looked for.
-    own+=" && echo "'$$'" >host-INDEX.pid && { [ ! -e stop ] || exit 42; }"
-    own+=" && RL_JAX_HOSTS=$names RL_JAX_TOKEN_FILE=$shared/token RL_JAX_ATTEMPT=${ATTEMPT:-0}"
-    own+=" exec rl-jax $1 --host INDEX"
     for index in "${!hosts[@]}"; do
         living[index]=1
         {
             code=0
-            ./ssh.sh "${hosts[$index]}" "${own//INDEX/$index}" 3>&- || code=$?
+            ./ssh.sh "${hosts[$index]}" "${1//INDEX/$index}" 3>&- || code=$?
             echo "$index $code" >&3
         } &
     done
     while [ "$left" -gt 0 ]; do
-        read -r index code <&3 || continue
+        read -r -t 5 index code <&3 || continue # a signal, or nothing yet
         left=$((left - 1))
         # With 255 a connection is lost, and what it began may live on.
         [ "$code" -eq 255 ] || unset "living[index]"
@@ -71,6 +79,20 @@ played() {
     return "$status"
 }
 
-played "preflight config.toml --plan plan.json" || [ "$asked" -gt 0 ] || exit 2
+# played WHAT: by every host.
+played() {
+    living=()
+    first "cd $shared && rm -f host-*.pid host-*.told stop" || return 1
+    [ "$asked" -eq 0 ] || return 42 # nobody would see what was said before
+    local own="RL_JAX_HOSTS=$names RL_JAX_TOKEN_FILE=$shared/token RL_JAX_ATTEMPT=${ATTEMPT:-0}"
+    everywhere "cd $shared && $own exec bash host.sh begin INDEX rl-jax $1 --host INDEX"
+}
+
+status=0
+[ -z "$earlier" ] || everywhere "bash $shared/host.sh clear ${END_S:-300}" || status=1
+[ "$asked" -eq 0 ] || exit 42
+[ "$status" -eq 0 ] || exit "$status"
+played "preflight config.toml --plan plan.json" || status=$?
 [ "$asked" -eq 0 ] || exit 42 # nothing has begun
+[ "$status" -eq 0 ] || exit "$status"
 played "role --plan plan.json"
