@@ -140,8 +140,9 @@ class _Lives:
         self.exits: dict[int, int | None] = {}
 
     def start(self, pid: int) -> None:
-        """One more of a world while another lives, else a new start."""
-        if None not in self.exits.values():
+        """One more of a world, whose processes start before any ends, else a new start; the end of
+        the processes before may be on nobody's record."""
+        if not self.exits or any(code is not None for code in self.exits.values()):
             self.starts, self.failed, self.exits = self.starts + 1, None, {}
         self.newest, self.exits[pid] = pid, None
 

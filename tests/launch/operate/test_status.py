@@ -94,6 +94,16 @@ def test_a_world_starts_once_and_tells_who_failed(run: Path, capsys) -> None:
     assert (role["starts"], role["pid"], role["exit"]) == (2, 14, None)
 
 
+def test_a_process_whose_end_nobody_wrote_is_not_the_roles_for_ever(run: Path, capsys) -> None:
+    """Its supervisor was killed with it."""
+    began = events.ProcessStarted
+    record(run, "supervisor", began("trainer", 10))
+    record(run, "supervisor", began("trainer", 20), events.ProcessEnded("trainer", 20, 1))
+    record(run, "supervisor", began("trainer", 30))
+    (role,) = status(run, capsys)["roles"]
+    assert (role["pid"], role["exit"]) == (30, None)
+
+
 @pytest.mark.parametrize("scattered", [False, True])
 def test_the_drivers_host_is_not_that_of_a_clusters_roles(scattered, run: Path, capsys) -> None:
     record(run, "supervisor", events.ProcessStarted("sampler-0", 9))
