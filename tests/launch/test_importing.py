@@ -85,21 +85,24 @@ def test_a_rounded_import_says_so(here, capsys):
     assert "26 tensors are rounded to another dtype" in capsys.readouterr().err
 
 
+def publish(change):
+    """Version 7 of a run that began with the import in `kept`, its leaves changed."""
+    store = SnapshotStore(Path("kept"))
+    before = store.manifest(0)
+    given = leaves.read_leaves(store, before, before.leaves)
+    changed = {name: change(leaf) for name, leaf in given.items()}
+    own = SnapshotStore(Path("runs/x/snapshots"))
+    manifest = build_manifest(changed, 7, 7, before.digest)
+    own.write(manifest, changed)
+    own.commit(manifest)
+    Path("runs/x/config.toml").write_text('name = "x"\n[warm_start]\nsnapshot = "kept/0"\n')
+
+
 def test_a_version_of_a_sampler_with_fewer_digits_says_so(here, capsys):
     source = make(dtype=np.float32)
     run("import", source, "--out", "kept")
-    store = SnapshotStore(Path("kept"))
-    before = store.manifest(0)
-    served = {
-        name: leaf.astype(ml_dtypes.bfloat16) if leaf.ndim > 1 else leaf
-        for name, leaf in leaves.read_leaves(store, before, before.leaves).items()
-    }
-    own = SnapshotStore(Path("runs/x/snapshots"))
-    manifest = build_manifest(served, 1, 1, before.digest)
-    own.write(manifest, served)
-    own.commit(manifest)
-    Path("runs/x/config.toml").write_text('name = "x"\n[warm_start]\nsnapshot = "kept/0"\n')
-    run("export", "runs/x/snapshots/1", "--out", "out")
+    publish(lambda leaf: leaf.astype(ml_dtypes.bfloat16) if leaf.ndim > 1 else leaf)
+    run("export", "runs/x/snapshots/7", "--out", "out")
     given, got = (load_file(path / "model.safetensors") for path in (source, Path("out")))
     differ = sum(given[name].tobytes() != got[name].tobytes() for name in given)
     said = capsys.readouterr().err
@@ -145,17 +148,7 @@ def test_trained_weights_go_out_rounded_to_the_dtypes_they_came_in(here):
     """Every parameter is moved by a third of its own, which bfloat16 cannot hold."""
     source = make()
     run("import", source, "--out", "kept")
-    store = SnapshotStore(Path("kept"))
-    before = store.manifest(0)
-    moved = {
-        name: leaf * np.float32(4 / 3)
-        for name, leaf in leaves.read_leaves(store, before, before.leaves).items()
-    }
-    own = SnapshotStore(Path("runs/x/snapshots"))
-    manifest = build_manifest(moved, 7, 7, before.digest)
-    own.write(manifest, moved)
-    own.commit(manifest)
-    Path("runs/x/config.toml").write_text('name = "x"\n[warm_start]\nsnapshot = "kept/0"\n')
+    publish(lambda leaf: leaf * np.float32(4 / 3))
     run("export", "runs/x/snapshots/7", "--out", "out")
     given, got = (load_file(path / "model.safetensors") for path in (source, Path("out")))
     assert given.keys() == got.keys()
