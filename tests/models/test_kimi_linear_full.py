@@ -111,10 +111,10 @@ def test_prefill_and_decode_follow_training(name):
     """Second trajectory of a packed row, whole prefill, prefill then token by token; that training
     follows the formulas is shown below in float64."""
     _, model, params = made(name)
-    tokens = sequence()
+    tokens, placed = sequence(), jax.tree.map(jnp.asarray, params)
 
     def logprobs(hidden):
-        return scores(np.float64(model.head(params, jnp.asarray(hidden), jnp.int32(0), 64)))
+        return scores(np.float64(model.head(placed, jnp.asarray(hidden), jnp.int32(0), 64)))
 
     hidden = np.asarray(forward(name)(params, *packed(sequence(70, seed=1), tokens)))[0]
     want = logprobs(hidden[128 : 128 + LENGTH])
@@ -122,7 +122,7 @@ def test_prefill_and_decode_follow_training(name):
     decoded, _ = feed(name, tokens, (64,) + (1,) * 36)
     np.testing.assert_allclose(logprobs(decoded), want, atol=1e-5)
     exact = np.float64(hidden) @ np.float64(params["head"][16:48]).T
-    part = model.head(params, jnp.asarray(hidden), jnp.int32(16), 32)
+    part = model.head(placed, jnp.asarray(hidden), jnp.int32(16), 32)
     np.testing.assert_allclose(part, exact, atol=1e-5)
 
 
