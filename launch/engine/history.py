@@ -2,9 +2,29 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from launch.engine.base import Exited, ProcessEvent, Started, cause
 from launch.engine.exits import in_words
+
+
+@runtime_checkable
+class Mortal(Protocol):
+    """A group of which its engine knows whether a process of it lives."""
+
+    @property
+    def alive(self) -> bool: ...
+
+
+def claim[G: Mortal](name: str, groups: dict[str, G | None], *, closed: bool) -> None:
+    """Notes in an engine's `groups` that one is about to start, by None until it has. ValueError
+    where one of that name lives or starts, RuntimeError where the engine is `closed`."""
+    if closed:
+        raise RuntimeError(f"{name}: the engine is closed")
+    living = groups.get(name)
+    if name in groups and (living is None or living.alive):
+        raise ValueError(f"a group {name} is alive already: one at a time")
+    groups[name] = None
 
 
 class History:

@@ -25,7 +25,7 @@ from launch.engine.base import (
     Resources,
     child_env,
 )
-from launch.engine.history import History
+from launch.engine.history import History, claim
 from launch.engine.wire import exchange, frame
 
 REAP_S = 30.0
@@ -146,12 +146,7 @@ class LocalEngine:
         self._closed = False
 
     async def start_group(self, spec: GroupSpec) -> LocalGroup:
-        if self._closed:
-            raise RuntimeError(f"{spec.name}: the engine is closed")
-        living = self._groups.get(spec.name)
-        if spec.name in self._groups and (living is None or living.alive):
-            raise ValueError(f"a group {spec.name} is alive already: one at a time")
-        self._groups[spec.name] = None
+        claim(spec.name, self._groups, closed=self._closed)
         members: list[_Member] = []
         try:
             for index, process in enumerate(spec.processes, spec.first):

@@ -22,7 +22,7 @@ from launch.engine.base import (
     ProcessSpec,
     Resources,
 )
-from launch.engine.history import History
+from launch.engine.history import History, claim
 from launch.engine.keeper import LEASE_S, Keeper
 from launch.engine.local import REAP_S
 from launch.engine.wire import frame, unframed
@@ -179,12 +179,7 @@ class RayEngine:
         self._closed = False
 
     async def start_group(self, spec: GroupSpec) -> RayGroup:
-        if self._closed:
-            raise RuntimeError(f"{spec.name}: the engine is closed")
-        living = self._groups.get(spec.name)
-        if spec.name in self._groups and (living is None or living.alive):
-            raise ValueError(f"a group {spec.name} is alive already: one at a time")
-        self._groups[spec.name] = None
+        claim(spec.name, self._groups, closed=self._closed)
         try:
             group = self._groups[spec.name] = await self._start(spec)
         except BaseException:
