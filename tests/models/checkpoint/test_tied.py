@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from launch import cli
 from models.checkpoint.layout import CheckpointError
 from models.checkpoint.load import open_checkpoint
 from tests.fakes import checkpoints
+from tests.models.checkpoint.round_trip import comes_back
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TIED = {
@@ -25,12 +25,7 @@ def make(directory, config, head):
 @pytest.mark.parametrize("name", sorted(TIED))
 def test_it_comes_back_byte_for_byte(tmp_path, name):
     given = make(tmp_path / "in", TIED[name], np.copy)
-    kept, out = tmp_path / "kept", tmp_path / "out"
-    assert cli.main(["import", str(given), "--out", str(kept)]) == 0
-    assert cli.main(["export", str(kept / "0"), "--out", str(out)]) == 0
-    names = sorted(path.name for path in given.iterdir())
-    assert sorted(path.name for path in out.iterdir()) == names and len(names) == 4
-    assert all((out / n).read_bytes() == (given / n).read_bytes() for n in names)
+    out = comes_back(given, tmp_path)
     whole = {n: a for p in out.glob("*.safetensors") for n, a in load_file(p).items()}
     assert whole[HEAD].tobytes() == whole[EMBEDDING].tobytes()
 
